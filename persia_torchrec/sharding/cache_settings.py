@@ -1,5 +1,6 @@
 """How large a trainer's cache of rows is, and what it has done."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ class Cache:
     its backward pass.
 
     Raises:
-        ConfigError: neither or both are given, or one is not positive.
+        ConfigError: neither or both are given, or one is not positive and finite.
     """
 
     gib: float | Mapping[int, float] | None = None
@@ -39,9 +40,9 @@ class Cache:
         sizes: list[float] = []
         for size in given:
             sizes += size.values() if isinstance(size, Mapping) else [size]
-        if len(given) != 1 or not all(size > 0 for size in sizes):
+        if len(given) != 1 or not all(0 < size < math.inf for size in sizes):
             raise ConfigError(
-                "Cache must be given one of gib and rows, > 0. Received: "
+                "Cache must be given one of gib and rows, finite and > 0. Received: "
                 f"gib={self.gib}, rows={self.rows}."
             )
         if not self.flush_s >= 0:

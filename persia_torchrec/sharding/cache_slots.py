@@ -74,6 +74,7 @@ class Pool:
             del self._tbe, self._columns, self.weights  # the memory of these is reused
             self._make(num_slots, self.map.num_servers)
 
+    @torch.inference_mode(mode=False)  # in which the first batch may come
     def _make(self, num_slots: int, num_servers: int) -> None:
         self.num_slots = num_slots
         self.map = SlotMap(num_slots, self.tables, num_servers)
@@ -113,8 +114,8 @@ class Pool:
     ) -> None:
         """Set weights and state of slots, and how often their rows were seen."""
         self._frequencies[slots_N] = frequencies_N
-        index, rows = torch.from_numpy(slots_N).long(), torch.empty(rows_NW.shape)
-        rows.numpy()[:] = rows_NW  # which may be read-only, and go
+        index = torch.from_numpy(slots_N).long()
+        rows = torch.from_numpy(np.array(rows_NW))  # which may be read-only, and go
         for column, part in zip(
             self._columns, rows.split(self._widths, dim=1), strict=True
         ):

@@ -191,8 +191,13 @@ class DeviceBatch:
     def wide_rows(self) -> Tensors:
         """Return the rows as float32, once they are there."""
         self.wait()
-        pairs = zip(self.rows, self.indices, strict=True)
-        return tuple([_widened(rows_UD, index) for rows_UD, index in pairs])
+        pairs = enumerate(zip(self.rows, self.indices, strict=True))
+        return tuple(
+            [
+                rows_UD if g in self.elsewhere else _widened(rows_UD, index)
+                for g, (rows_UD, index) in pairs
+            ]
+        )
 
     def pool(self, weights: torch.Tensor | None) -> Pooled:
         """Pool all bags; ``weights`` are of all ids of the batch, on the device."""

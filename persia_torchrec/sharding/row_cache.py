@@ -17,6 +17,7 @@ Dimensions: U unique rows of a batch, N rows, W floats a row.
 import atexit
 import contextlib
 import logging
+import os
 import queue
 import signal
 import sys
@@ -46,6 +47,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.routing.route import IdGroup
 from persia_torchrec.rpc.messages import GENERATION_SHIFT, Precision
+from persia_torchrec.rpc.own_process import OwnProcess
 from persia_torchrec.sharding import cache_snapshot
 from persia_torchrec.sharding.cache_settings import Cache, CacheCounts
 from persia_torchrec.sharding.cache_slots import Pool
@@ -106,7 +108,7 @@ def _chosen(moves: Moves, are_chosen_N: npt.NDArray[np.bool_]) -> Moves:
     )
 
 
-class RowCache:
+class RowCache(OwnProcess):
     """The slots of a trainer's cached tables, and what goes to and from the servers.
 
     Any thread may call any method.
@@ -120,19 +122,21 @@ class RowCache:
         self._writes: deque[_Write] = deque()  # guarded by sending
         self._starts = list(client.incarnations)  # guarded by sending
         self.counts = CacheCounts()
-        client.caches.add(self)
-        _OPEN.add(self)
-        _end_at_sigterm()
-        self._closing = threading.Event()
+        self.ending = queue.SimpleQueue[None]()  # what is put there closes it
+        self.is_closed = self._is_succeeded = False
+        self._closing = threading.RLock()  # who closes it
         self._freed = queue.SimpleQueue[None]()  # slots: wakes a batch that waits
         self._has_warned = False
         self._streams: dict[int, int] = {}  # of lookups, by generation of the trainers
-        self._owned: list[str] = []  # tables
+        self.owned: list[str] = []  # tables
         self._owns = False  # since the first batch that trains
         self._sharing = threading.Lock()  # who changes the pools
         self._has_parts = False  # pools share a size
         self._shared_at: int | None = None  # batches; None: the pools stay as they are
         self._checkpoint: Folder | None = None  # whose rows the first batch finds
+        client.caches.add(self)
+        _OPEN.add(self)
+        _end_at_sigterm()
 
     # While the model is sharded, and before its first batch
 
@@ -163,13 +167,9 @@ class RowCache:
         self._has_parts = min(shares) < 1
         self._shared_at = _SHARED_AFTER if self._has_parts else None
         self._require_room()
-        if self.settings.flush_s:
-            threading.Thread(
-                target=_flush_at_times,
-                args=(weakref.ref(self), self._closing, self.settings.flush_s),
-                name="cache flush",
-                daemon=True,
-            ).start()
+        threading.Thread(
+            target=self._flush_at_times, name="cache flush", daemon=True
+        ).start()
 
     def _shares(self, dims: Sequence[int], parts: Sequence[float]) -> list[float]:
         """Return the share that each pool has of a size, by its part of it."""
@@ -285,10 +285,10 @@ class RowCache:
         """Have no other client change rows, before this trainer does."""
         known, wanted = self.client.tables, self._wanted.values()
         names = [spec.name for tables in wanted for spec, _ in tables]
-        self._owned = [name for name in names if name in known]
-        if self._owned:
+        self.owned = [name for name in names if name in known]
+        if self.owned:
             # One trainer has a cache: that of rank 0.
-            self.client.own(self._owned, 0)
+            self.client.own(self.owned, 0)
 
     def _require_room(self) -> None:
         """Reject a cache whose rows, written back, would displace most others."""
@@ -319,11 +319,7 @@ class RowCache:
         """Have the rows of a training batch in slots, and pin them."""
         held, missed = [], list[tuple[Pool, Moves]]()
         pin: Pin | None = None
-        if not self._owns:
-            self._own()
-            self._owns = True
-        if self._checkpoint is not None:
-            self._restore(number)
+        self._begin_to_train(number)
         self._share_by_misses(groups)
         try:
             for group, counts_U in zip(groups, counts, strict=True):
@@ -357,6 +353,22 @@ class RowCache:
                 pool.loading.pop(id(moves.slots))
         return pin
 
+    def _begin_to_train(self, number: BatchNumber) -> None:
+        if self._is_succeeded:
+            raise ConfigError(
+                "Rows of a table must be cached by one model at a time. Received: a "
+                f"batch of the tables {list(self._pools)}, one of which a later model "
+                'of the client trains. Give the sharders of one namespace="...", or '
+                "leave cache= out of both."
+            )
+        if not self._owns:
+            for other in self._others():
+                other.end_before(self._pools)
+            self._own()
+            self._owns = True
+        if self._checkpoint is not None:
+            self._restore(number)
+
     def _assign(self, pool: Pool, group: IdGroup, counts_U: Counts) -> Assigned:
         """Assign slots, when earlier batches have left enough; write what leaves."""
         give_up_s = time.monotonic() + self.client.timeout_s
@@ -370,7 +382,7 @@ class RowCache:
                     missed = assigned.missed.slots
                     pool.loading[id(missed)] = missed
                     try:
-                        self._write(pool, assigned.left)
+                        self._write(pool, assigned.left, have_left=True)
                     except BaseException:
                         pool.loading.pop(id(missed))
                         pool.map.forget_slots(missed)
@@ -430,14 +442,18 @@ class RowCache:
 
     # Writes
 
-    def _write(self, pool: Pool, moves: Moves) -> None:
-        """Send rows of slots; ``sending`` is held."""
+    def _write(self, pool: Pool, moves: Moves, *, have_left: bool = False) -> None:
+        """Send rows of slots, which others have if they ``have_left``.
+
+        ``sending`` is held.
+        """
         if not len(moves.slots):
             return
         rows_NW = pool.gather(moves.slots)
         are_finite_N = np.logical_and.reduce(np.isfinite(rows_NW), axis=1)
         if not are_finite_N.all():
-            pool.map.forget_slots(moves.slots[~are_finite_N])
+            if not have_left:
+                pool.map.forget_slots(moves.slots[~are_finite_N])
             self._tell_of_infinite(pool, int((~are_finite_N).sum()))
             moves, rows_NW = _chosen(moves, are_finite_N), rows_NW[are_finite_N]
         if not len(rows_NW):
@@ -533,6 +549,23 @@ class RowCache:
                     pool.map.forget(table)
                 pool.steps = {}
 
+    def _flush_at_times(self) -> None:
+        """Flush it until it ends; also for a model that is dropped without close()."""
+        flush_s = min(self.settings.flush_s, threading.TIMEOUT_MAX) or None
+        while True:
+            try:
+                self.ending.get(timeout=flush_s)
+            except queue.Empty:
+                try:
+                    self.flush()
+                except PersiaError as exc:
+                    logger.warning(
+                        "rows of the cache could not be written back: %s", exc
+                    )
+            else:
+                self.close()
+                return
+
     def report(self) -> None:
         """Log what it has done; once, if it moves more than it saves."""
         logger.info("%s", self.counts.describe())
@@ -548,17 +581,40 @@ class RowCache:
 
         What cannot be written is lost, and logged.
         """
-        if self._closing.is_set():
+        if self._pid != os.getpid():
+            return  # a forked child
+        with self._closing:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self.ending.put(None)
+            try:
+                self.flush()
+                of_others = {t for other in self._others() for t in other.owned}
+                if owned := [t for t in self.owned if t not in of_others]:
+                    self.client.disown(owned)
+            except PersiaError as exc:
+                num = self._num_dirty()
+                num += sum(len(write.rows) for write in self._writes)
+                logger.error("updates of %d cached rows are lost: %s", num, exc)
+
+    def _others(self) -> "list[RowCache]":
+        """Return the other caches of the client that are open."""
+        return [
+            other
+            for other in list(_OPEN)
+            if other is not self and other.client is self.client and not other.is_closed
+        ]
+
+    def end_before(self, tables: Iterable[str]) -> None:
+        """Close it where a later model of the client begins to train its tables."""
+        if not self._owns or self._pools.keys().isdisjoint(tables):
             return
-        self._closing.set()
-        try:
-            self.flush()
-            if self._owned:
-                self.client.disown(self._owned)
-        except PersiaError as exc:
-            num = self._num_dirty()
-            num += sum(len(write.rows) for write in self._writes)
-            logger.error("updates of %d cached rows are lost: %s", num, exc)
+        self._is_succeeded = True
+        self.close()
+        with self.sending:
+            for pool in self.pools:  # steps of batches in flight are dropped
+                pool.map.forget()
 
     # Rows for evaluation
 
@@ -591,7 +647,14 @@ def _end_at_sigterm() -> None:
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, partial(_end_this_process, os.getpid()))
+
+
+def _end_this_process(pid: int, *_: object) -> None:
+    if os.getpid() == pid:
+        sys.exit(128 + signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked child has no cache
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @atexit.register
@@ -599,18 +662,3 @@ def _close_all() -> None:
     """Write what a script leaves in caches that it has not closed."""
     for cache in list(_OPEN):
         cache.close()
-
-
-def _flush_at_times(
-    cache: "weakref.ref[RowCache]", closing: threading.Event, flush_s: float
-) -> None:
-    """Flush a cache as long as there is one."""
-    while not closing.wait(flush_s):
-        this = cache()
-        if this is None:
-            return
-        try:
-            this.flush()
-        except PersiaError as exc:
-            logger.warning("rows of the cache could not be written back: %s", exc)
-        del this

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import secrets
+import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -295,6 +296,9 @@ class RemoteSharder(CollectionSharder):
         if cache is not None:
             tables_of.cache = RowCache(client, cache)
             tables_of.counts.cache = tables_of.cache.counts
+            # Where a model is dropped without close(); at exit all are closed.
+            end = tables_of.cache.ending.put
+            weakref.finalize(tables_of, end, None).atexit = False
         self._optimizer: FusedOptimizer | None = None  # none is named
         if optimizer is not None or fused_params is not None:
             self._optimizer = translate_fused_params(fused_params or {}, optimizer)

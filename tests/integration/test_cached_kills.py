@@ -1,5 +1,6 @@
 """Servers that are killed while a model with cached rows trains, and started again."""
 
+import contextlib
 import os
 import random
 import signal
@@ -99,6 +100,23 @@ def test_what_cannot_be_written_is_told(caplog):
         servers.stop()
         client.close()
     assert f"updates of {num_dirty} cached rows are lost: " in caplog.text
+
+
+def test_a_fork_of_a_trainer_writes_nothing_and_ends_at_a_signal(caplog):
+    with alone(), Servers(2) as servers:
+        client = EmbeddingClient.connect(servers.addresses)
+        twins = Twins(SimpleNamespace(client=client, shard=lambda m, s: shard(m, *s)))
+        twins.losses(twins.remote, make_batches(1))
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(SystemExit):
+                twins.cache.close()  # as at the end of a process
+                if "rows are lost" not in caplog.text:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        client.close()
 
 
 @pytest.mark.long

@@ -4,6 +4,9 @@ The cache has a tenth of the rows that batches touch, so that most leave and com
 """
 
 import contextlib
+import gc
+import math
+import threading
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -49,7 +52,15 @@ from tests.integration.cached import (
     touched,
 )
 from tests.integration.twins import plain_rows, shard_plain, train
-from tests.support.remote_job import CPU, META, RemoteJob, Servers, shard
+from tests.support.remote_job import (
+    CPU,
+    META,
+    Bags,
+    RemoteJob,
+    Servers,
+    kjt_of,
+    shard,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -373,6 +384,92 @@ def test_gradients_that_are_not_finite_reach_no_row(job):
         assert np.isfinite(job.client.read(table, ids.astype("u8"))).all()
 
 
+def one_table(client, **settings):
+    """Return bags of a table whose rows are zeros, and their sharders."""
+    config = EmbeddingBagConfig(NUM_IDS, 16, name="user", feature_names=["user"])
+    sharders = remote_sharders(client, SGD(0.5), **settings)
+    return shard(Bags([config]), *sharders), sharders
+
+
+def write_zeros(client):
+    ids, zeros = np.arange(99, dtype="u8"), np.zeros((99, 16), dtype=np.float32)
+    client.write("user", ids, zeros)
+
+
+def step(model, *ids, grad=1.0):
+    output = model(kjt_of({"user": [[id_] for id_ in ids]})).values()
+    output.backward(torch.full_like(output, grad))
+    return output
+
+
+def test_a_row_that_leaves_and_is_not_finite_takes_no_other_with_it(job):
+    model, sharders = one_table(job.client, cache=Cache(rows=3))
+    write_zeros(job.client)
+    for _ in range(3):
+        step(model, 1, 2, 3, grad=3e38)
+    step(model, 4, 5, 6)  # in the slots of these
+    sharders.flush()
+    found = job.read("user", range(1, 7))
+    assert (found[:3] == 0).all()
+    assert (found[3:] == -0.5).all()
+
+
+def test_a_second_model_with_the_same_rows_is_the_only_one_that_trains_on(job):
+    client = job.client
+    first, of_first = one_table(client, cache=Cache(rows=30))
+    write_zeros(client)
+    step(first, 1)
+    second, of_second = one_table(client, cache=Cache(rows=30))
+    assert (step(second, 1) == -0.5).all()
+    with pytest.raises(ConfigError, match="by one model at a time"):
+        step(first, 1)
+    of_first.close()
+    _, of_third = one_table(client, cache=Cache(rows=30))
+    client.write("user", np.array([2], dtype="u8"), np.ones((1, 16), dtype="f"))
+    of_third.close()  # it has trained nothing
+    assert (step(second, 1) == -1).all()
+    of_second.flush()
+    assert (job.read("user", [1]) == -1.5).all()
+
+
+def test_rows_of_a_model_that_is_dropped_are_written_back(job):
+    model, sharders = one_table(job.client, cache=Cache(rows=30))
+    write_zeros(job.client)
+    step(model, 1)
+    del model, sharders
+    gc.collect()
+    assert (job.read("user", [1]) == -0.5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_evaluation_in_any_mode_may_come_first(job, dtype):
+    model, _ = one_table(job.client, cache=Cache(rows=30, flush_s=math.inf))
+    write_zeros(job.client)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.inference_mode():
+            model.eval()(kjt_of({"user": [[1]]}))
+        step(model.train(), 1)
+    finally:
+        torch.set_default_dtype(before)
+    assert (job.read("user", [1]) == -0.5).all()
+    assert "cache flush" in {thread.name for thread in threading.enumerate()}
+
+
+def test_rows_may_travel_as_halves_where_they_are_not_cached(job):
+    batches = make_batches(10)
+    twins = Twins(job, wire_dtype=torch.float16)
+    losses = twins.losses(twins.remote, batches)
+    expected = twins.losses(twins.plain, batches)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+    for model in (twins.remote, twins.plain):
+        model.eval()
+    with torch.no_grad():
+        found, expected = (loss_of(m, batches[0]) for m in (twins.remote, twins.plain))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+
+
 def test_a_loss_scale_is_undone_before_rows_step(job):
     batches = make_batches(12)
     twins = Twins(job)
@@ -429,6 +526,8 @@ def test_what_a_cache_cannot_do_is_an_error(job):
     batches = make_batches(2)
     with pytest.raises(ConfigError, match="one of gib and rows"):
         Cache(gib=1, rows=2)
+    with pytest.raises(ConfigError, match="finite and > 0"):
+        Cache(gib=math.inf)
     twins = Twins(job, rows=60)
     with pytest.raises(BatchError, match=r"Received: \d+ rows, \d+ slots"):
         twins.losses(twins.remote, batches)
