@@ -159,7 +159,7 @@ class Pool:
     ) -> None:
         """Apply the optimizer to the rows of bags, whose gradient is given."""
         with self.stepping:
+            self.map.mark_dirty(slots_U)  # first: an interrupt may come behind a step
             torch.autograd.backward([bags], [grad_ND], retain_graph=True)
-            self.map.mark_dirty(slots_U)
             for table in self.steps:
                 self.steps[table] += 1

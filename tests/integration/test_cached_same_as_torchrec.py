@@ -441,6 +441,21 @@ def test_rows_of_a_model_that_is_dropped_are_written_back(job):
     assert (job.read("user", [1]) == -0.5).all()
 
 
+def test_an_interrupt_within_a_step_leaves_its_rows_to_be_written(job, monkeypatch):
+    model, _ = one_table(job.client, cache=Cache(rows=30))
+    write_zeros(job.client)
+    backward = torch.autograd.backward
+
+    def interrupted(*args, **settings):
+        backward(*args, **settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.autograd, "backward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, 1)
+    assert (job.read("user", [1]) == -0.5).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_an_evaluation_in_any_mode_may_come_first(job, dtype):
     model, _ = one_table(job.client, cache=Cache(rows=30, flush_s=math.inf))
