@@ -244,7 +244,12 @@ class RowCache(OwnProcess):
     # Checkpoints
 
     def snapshot(self) -> dict[str, bytes]:
-        """Return files of a checkpoint: which rows are cached, and which leave next."""
+        """Return files of a checkpoint: which rows are cached, and which leave next.
+
+        Nothing, if this model does not train: another one with its tables may.
+        """
+        if not self._owns or self._is_succeeded:
+            return {}
         with self.sending:
             return cache_snapshot.files_of(self.pools, self.settings)
 

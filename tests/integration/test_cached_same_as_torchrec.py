@@ -432,6 +432,18 @@ def test_a_second_model_with_the_same_rows_is_the_only_one_that_trains_on(job):
     assert (job.read("user", [1]) == -1.5).all()
 
 
+def test_checkpoints_have_the_slots_of_the_model_that_trains(job):
+    both = [one_table(job.client, cache=Cache(rows=30)) for _ in range(2)]
+    with torch.no_grad():
+        for model, _ in both:
+            model(kjt_of({"user": [[1]]}))
+    for trained in range(2):
+        step(both[trained][0], 1)
+        caches = [sharders.remote_tables.cache for _, sharders in both]
+        are_there = [bool(cache.snapshot()) for cache in caches]
+        assert are_there == [trained == 0, trained == 1]
+
+
 def test_rows_of_a_model_that_is_dropped_are_written_back(job):
     model, sharders = one_table(job.client, cache=Cache(rows=30))
     write_zeros(job.client)
