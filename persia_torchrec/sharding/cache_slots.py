@@ -40,6 +40,7 @@ def why_not_cached(spec: TableSpec) -> str:
         f"fbgemm's dims are multiples of {_DIM_STEP}": bool(spec.dim % _DIM_STEP),
         str(arguments): isinstance(arguments, str),
         "its weights are bounded": bool(spec.weight_bound),
+        "its weights are rounded to 16 bits": spec.weight_dtype != "fp32",
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -571,11 +571,14 @@ def test_a_cache_by_dim_has_each_dim(job):
         twins.losses(twins.remote, make_batches(1))
 
 
-def test_tables_that_fbgemm_cannot_train_here_are_not_cached(job, caplog):
+@pytest.mark.parametrize(
+    "settings",
+    [TableSettings(optimizer=FTRL(lr=0.1)), TableSettings(weight_dtype="fp16")],
+)
+def test_tables_that_fbgemm_cannot_train_here_are_not_cached(job, caplog, settings):
     batches = make_batches(3)
     caplog.set_level("INFO", "persia_torchrec")
-    tables = {"user": TableSettings(optimizer=FTRL(lr=0.1))}
-    twins = Twins(job, tables=tables, rows=6000)
+    twins = Twins(job, tables={"user": settings}, rows=6000)
     assert "tables that are not cached: 'user': " in caplog.text
     twins.losses(twins.remote, batches)
     assert {t for pool in twins.cache.pools for t in pool.tables} == {"term", "place"}
