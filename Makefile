@@ -70,14 +70,12 @@ BESIDE = $(@D)/bin/python -m pip -qq --disable-pip-version-check install --no-co
 
 ##@ Before a change is done
 
-# Two processes compile the loops, from both ends, and one the tests, for which each worker
-# of pytest would do that, while clients are installed and mypy runs.
+# Two processes compile the loops, from both ends, and clients are installed, while mypy runs.
 test: $(STAMP)  ## check everything
 	@$(BIN)/python -c "$(LOOPS)" 1 & first=$$!; \
 	$(BIN)/python -c "$(LOOPS)" -1 & second=$$!; \
-	$(TESTS) --collect-only --quiet >/dev/null & tests=$$!; \
 	$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
-	$(MAKE) --no-print-directory lint && wait $$first && wait $$second && wait $$tests && wait $$clients \
+	$(MAKE) --no-print-directory lint && wait $$first && wait $$second && wait $$clients \
 		&& $(MAKE) --no-print-directory unit
 LOOPS := import sys, torchrec; from persia_torchrec.cache import slot_map; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; [one.warm_up() for one in (warm_up, pooling, slot_map)[::int(sys.argv[1])]]
 
@@ -90,7 +88,7 @@ lint: $(STAMP)  ## format, lint, types, import rules, workflows, spelling of pag
 	$(BIN)/codespell $$(git ls-files '*.md' '*.rst')
 
 # Tests wait for processes half of the time, but those of quick: so many workers a core.
-A_CORE := 3
+A_CORE := 2
 quick: A_CORE := 3 / 2
 WORKERS = --numprocesses $(shell expr $$(env -u OMP_NUM_THREADS nproc) \* $(A_CORE)) --dist loadfile --no-loadscope-reorder
 unit: $(STAMP) $(CLIENTS)  ## the tests, benchmarks included; ARGS="-k rpc" chooses
