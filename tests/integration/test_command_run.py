@@ -56,6 +56,7 @@ def test_a_job_that_fails_says_why_and_ends_with_1(tmp_path):
 
 
 def test_a_setting_out_of_range_is_a_line(tmp_path):
+    (tmp_path / "train.py").touch()
     ended = run(tmp_path, "run", "--capacity", "0", "train.py")
     assert ended.returncode == 1
     assert ended.stderr.splitlines() == [
