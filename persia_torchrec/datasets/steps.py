@@ -187,7 +187,7 @@ def torchrec_batch(batch: TorchRecBatch) -> Batch:
     dense, labels = batch.dense_features, batch.labels
     num_rows = batch.id_features.stride()
     return Batch(
-        torch.cat(dense, 1) if dense else torch.empty(num_rows, 0),
+        torch.cat(dense, 1) if dense else torch.empty(num_rows, 0, device="cpu"),
         batch.id_features,
         labels[0] if len(labels) == 1 else torch.stack([*labels], 1),
     )

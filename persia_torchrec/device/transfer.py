@@ -36,10 +36,10 @@ _ALIGNED_BYTES = 512
 def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return pinned memory, unfilled; pageable memory where it cannot be pinned."""
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as exc:
         _tell_once(str(exc).partition("\n")[0])
-        return torch.empty(shape, dtype=dtype)
+        return _empty(shape, dtype)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the same device, in the autograd graph if the tensor is."""
     if tensor.device.type != "cpu" or tensor.requires_grad:
         return tensor.clone()
-    return _copied(tensor, torch.empty)
+    return _copied(tensor, _empty)
 
 
 def copy_to_send(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,6 +154,11 @@ def _copied(tensor: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Te
         ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return copy
     return copy.copy_(tensor.detach())
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the host, unfilled, whatever torch's default device is."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def uses_gpu() -> bool:
@@ -224,7 +229,7 @@ class Staged:
         for array in arrays:
             starts.append(stop)
             stop += math.ceil(array.size / aligned) * aligned
-        make = empty_pinned if is_pinned else torch.empty
+        make = empty_pinned if is_pinned else _empty
         host = make((stop,), dtype=_dtype_of(arrays[0]))
         on_host = host.numpy()
         for start, array in zip(starts, arrays, strict=True):

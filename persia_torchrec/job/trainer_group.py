@@ -117,14 +117,14 @@ def gather(text: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """
     if group is None:
         return [text]
-    sizes = torch.zeros(group.size(), dtype=torch.int64)
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
     sizes[group.rank()] = len(text)
     try:
         with waiting(group, "a checkpoint, or the start"):
             dist.all_reduce(sizes, group=group)
             longest = int(sizes.max())
             own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-            texts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+            texts = [torch.empty_like(own) for _ in sizes]
             dist.all_gather(texts, own, group=group)
     except RuntimeError as exc:
         raise JobError(
@@ -144,10 +144,10 @@ def broadcast(text: bytes, source: int, group: dist.ProcessGroup | None) -> byte
     """
     if group is None:
         return text
-    size = torch.tensor([len(text)])
+    size = torch.tensor([len(text)], device="cpu")
     try:
         dist.broadcast(size, source, group=group)
-        data = torch.zeros(int(size), dtype=torch.uint8)
+        data = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if group.rank() == source and text:
             data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(data, source, group=group)

@@ -120,7 +120,7 @@ def join_columns(
     Several are ``(B,)`` or ``(B, C)``, of one dtype. None are float32 ``(B, 0)``.
     """
     if not tensors:
-        return torch.empty(num_samples, 0)
+        return torch.empty(num_samples, 0, device="cpu")
     if len(tensors) == 1:
         return tensors[0]
     if len({t.dtype for t in tensors}) > 1 or any(t.dim() > 2 for t in tensors):

@@ -106,6 +106,7 @@ class Agreement(UnevenInputsHook):
         mine = torch.tensor(
             [is_last_joiner, state["scale"], state[torchrec_api.GROWTH_TRACKER]],
             dtype=torch.float64,
+            device="cpu",
         )
         of_all = [torch.empty_like(mine) for _ in range(self.join_process_group.size())]
         with trainer_group.waiting(self.cpu_group(), "the loss scale at the end"):
@@ -115,7 +116,7 @@ class Agreement(UnevenInputsHook):
         self.scaler.load_state_dict(state)
 
     def _any(self, is_true: bool) -> bool:
-        told = torch.tensor([is_true], dtype=torch.uint8)
+        told = torch.tensor([is_true], dtype=torch.uint8, device="cpu")
         try:
             with trainer_group.waiting(self.cpu_group(), "a backward pass"):
                 dist.all_reduce(told, dist.ReduceOp.MAX, self.cpu_group())

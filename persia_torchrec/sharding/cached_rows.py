@@ -86,7 +86,7 @@ class CachedBatch(DeviceBatch):
         for group, held in self._held.items():
             slots_L, offsets = self._slots_of_ids(group), self.indices[group].offsets
             if self.each_id:
-                offsets = torch.arange(len(slots_L) + 1)
+                offsets = torch.arange(len(slots_L) + 1, device="cpu")
             make = partial(
                 held.pool.pool_bags,
                 slots_L.long(),

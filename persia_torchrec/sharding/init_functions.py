@@ -206,7 +206,7 @@ def _tables(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(1)
         for out_ND in tables_CND:
-            table = torch.full(shape, torch.nan)
+            table = torch.full(shape, torch.nan, device="cpu")
             try:
                 made = init(table)
             except (TypeError, ValueError, AttributeError, RuntimeError) as exc:

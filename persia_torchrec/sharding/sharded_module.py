@@ -191,7 +191,7 @@ class ShardedRemoteCollection(
         self._leaving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._column_order: torch.Tensor | None = None  # where dims alternate
         # Autograd calls a function's backward only if an input wants a gradient.
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._anchor = torch.zeros(0, device="cpu", requires_grad=True)
         # Begun, as by a train pipeline that pulls ahead, and not used yet.
         self._pull_order = PullOrder(partial(self._pull, is_training=True))
         self.register_state_dict_post_hook(state_dict.add_entries)
@@ -301,7 +301,7 @@ class ShardedRemoteCollection(
                 return _Embeddings.apply(self._anchor, None, weights, batch, self)
             self.remote_tables.send_rates()
             batch.outputs.follow(self.remote_tables.specs)
-            token = torch.empty(1)
+            token = torch.empty(1, device="cpu")
             with saved_as_itself(token):
                 return _Embeddings.apply(self._anchor, token, weights, batch, self)
         pulled: PulledBatch = batch.outputs
@@ -483,8 +483,8 @@ class ShardedRemoteEmbeddingBagCollection(ShardedRemoteCollection):
         """Return what the gradient of each column is clamped to, float32 ``(T,)``."""
         if self._column_bounds is None:
             each = [most or torch.inf for most in self._clips]
-            bounds = torch.tensor(each).repeat_interleave(torch.tensor(self._dims))
-            self._column_bounds = bounds.to(self._device)
+            bounds = np.repeat(np.array(each, np.float32), self._dims)
+            self._column_bounds = torch.from_numpy(bounds).to(self._device)
         return self._column_bounds
 
     def _columns(self, group_of: Sequence[int]) -> torch.Tensor:

@@ -242,7 +242,7 @@ class CheckpointClock(UnevenInputsHook):
         is_told = not _has_others() and (self._must_end() or self._must_save())
         if self._left > 0 and not is_told:
             return False
-        answer = torch.tensor([_MAX_STEPS, not self._must_end()])
+        answer = torch.tensor([_MAX_STEPS, not self._must_end()], device="cpu")
         if is_first():
             answer[0] = self._steps_to_wait()
         if _has_others():

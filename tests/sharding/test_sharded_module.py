@@ -173,3 +173,16 @@ def test_the_steps_of_torchrec_may_be_taken_one_by_one(job, model):
     (batch,) = given
     output = module.output_dist(ctx, module.compute(ctx, batch)).wait().values()
     assert torch.equal(output.detach(), torch.from_numpy(job.read("term", [1])))
+
+
+def test_torchs_default_device_changes_nothing(job):
+    table = EmbeddingBagConfig(10, 4, name="term", feature_names=["ad"])
+    model = job.put_on_servers(Bags([table]), SGD(0.1), staleness=1)
+    before = model(batch_of([1])).values().detach()
+    batch = batch_of([1, 1])
+    with torch.device("meta"):  # a write to a GPU's memory would end the process, too
+        model(batch).values().sum().backward()
+        after = model.eval()(batch).values()
+    assert after.tolist() == [
+        pytest.approx(value) for value in (2 * before - 0.4).tolist()
+    ]
