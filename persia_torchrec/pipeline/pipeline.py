@@ -157,14 +157,18 @@ class PrefetchedBatch(Generic[Handle]):
                 "that was looked up for evaluation."
             )
         pipeline = self._pipeline
-        if not self._give_up.detach():
+        if not self._give_up.alive:
             return pipeline.send_again(self.handle, grads)
-        self.permit.let_go()
         if self._number is not None:
             pipeline.batches.has_trained(self._number.batch)
         if pipeline.num_parts > 1:
-            return pipeline.put_part(self.handle, grads, self.permit)
-        return pipeline.put(Push(self._step(), grads, self.permit))
+            wait = pipeline.put_part(self.handle, grads, self.permit)
+        else:
+            wait = pipeline.put(Push(self._step(), grads, self.permit))
+        # Not before: an interrupt, as by Ctrl-C, leaves a batch that can be given up.
+        self._give_up.detach()
+        self.permit.let_go()
+        return wait
 
     def give_up(self) -> None:
         """Give up: no gradients will come, nor an update that this is a part of.

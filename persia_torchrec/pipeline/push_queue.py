@@ -180,7 +180,8 @@ class PushQueue(OwnProcess, Generic[Source, Handle]):
         was_dropped = is_forgotten and permit.was_held  # not only pulled ahead
         permit.let_go()
         push = Push(handle, None, permit, was_dropped, is_update=False)
-        self._queue.put((self, push))
+        if not self._is_closed:  # or no thread would take it out of the queue again
+            self._queue.put((self, push))
 
     def change_tables(self, change: TableChange) -> "Future[None]":
         """Change tables behind the pushes so far; many changes wait for the oldest."""

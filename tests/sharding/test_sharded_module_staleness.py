@@ -1,5 +1,7 @@
 """The bound on staleness, as the servers see it."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torchrec import EmbeddingBagConfig
 from persia_torchrec import SGD
 from persia_torchrec.errors import StalenessError
 from persia_torchrec.lookup import bags
+from tests.support.processes import wait_until
 from tests.support.remote_job import Bags, RemoteJob, ids_of, kjt_of, remote_modules
 
 pytestmark = pytest.mark.slow
@@ -114,3 +117,27 @@ def test_a_batch_that_is_dropped_makes_room_for_another(job):
     (module,) = remote_modules(model)
     module.pipeline.flush()
     assert job.total("open_batches") == 0
+
+
+def test_an_interrupt_while_an_update_is_sent_stops_no_later_batch(job, monkeypatch):
+    model = job.put_on_servers(Bags(TABLES), SGD(0.1), staleness=1)
+    (module,) = remote_modules(model)
+    batch = kjt_of({"ad": [[7]]})
+    interrupted = model(batch).values().sum()
+    put = module.pipeline.put
+
+    def interrupt(_):
+        monkeypatch.setattr(module.pipeline, "put", put)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.pipeline, "put", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.backward()
+    before = job.read("term", [7])
+    started = module.start(batch, is_training=True)
+    started.wait(5.0)  # the graph of the interrupted step is alive, as in a notebook
+    model(started).values().sum().backward()
+    np.testing.assert_allclose(job.read("term", [7]), before - 0.1, rtol=1e-5)
+    del interrupted
+    gc.collect()  # frames of the error refer to each other
+    wait_until(lambda: not job.total("open_batches"), "the batch is given up")

@@ -4,6 +4,7 @@ import gc
 import os
 import select
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,18 @@ def test_repeated_construction_leaks_no_thread_and_no_file(job):
         return all(now <= then for now, then in zip(kept(), before, strict=True))
 
     wait_until(is_all_gone, "threads and files are gone", details=kept)
+
+
+def test_a_batch_that_is_dropped_behind_the_end_keeps_no_pipeline(job):
+    sharders = remote_sharders(job.client, SGD(0.5), staleness=1)
+    bags = EmbeddingBagCollection(tables=[CONFIG], device=META)
+    model = sharders[0].put_on_servers(bags, ENV, CPU)
+    pipeline = weakref.ref(model.pipeline)
+    pooled = model(kjt_of({"x": [[1], [1]]})).values()  # gets no backward pass
+    sharders.close()
+    del pooled, model, sharders, bags
+    gc.collect()
+    assert pipeline() is None
 
 
 def test_a_forked_child_drops_nothing_of_its_parent(job):
