@@ -12,6 +12,7 @@ Dimension key: U unique ids of a batch, N rows that move, P servers, T tables.
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,11 +218,16 @@ class SlotMap:
             self._settle()
             return self._moves(*_take_dirty(self._state, max_rows, self._shape))
 
-    def redirty(self, server: int) -> None:
-        """Have all rows of a server be dirty, as it has lost them."""
+    def redirty(self, server: int, but: Sequence[Positions] = ()) -> None:
+        """Have all rows of a server be dirty, as it has lost them, but of some slots.
+
+        Of these are rows that have not come yet.
+        """
         with self._lock:
             self._settle()
             slots_N = self._slots_of(None)
+            for slots_M in but:
+                slots_N = slots_N[~np.isin(slots_N, slots_M)]
             ids_N = self._records[slots_N, 0]
             is_own_N = is_of_shard(ids_N, server, self.num_servers)
             _end(self._state, read_only(slots_N[is_own_N]), False, True)

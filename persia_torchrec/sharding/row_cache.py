@@ -43,7 +43,6 @@ from persia_torchrec.errors import (
     BatchError,
     ConfigError,
     PersiaError,
-    RestartedError,
 )
 from persia_torchrec.routing.route import IdGroup
 from persia_torchrec.rpc.messages import GENERATION_SHIFT, Precision
@@ -90,7 +89,12 @@ class _Write(NamedTuple):
     moves: Moves
     rows: Floats
     frequencies: Counts
-    replies: list[Reply | None]  # of each server; None: it lost what it was sent
+    replies: list[Reply | None]  # of each server; None: to be sent (again)
+
+
+def _is_lost(reply: Reply | None) -> bool:
+    """Return whether a server does not have what it was sent."""
+    return reply is None or (reply.has_ended() and reply.exception() is not None)
 
 
 def _chosen(moves: Moves, are_chosen_N: npt.NDArray[np.bool_]) -> Moves:
@@ -267,24 +271,35 @@ class RowCache(OwnProcess):
             if folder is None:
                 return  # another thread has done it
             if not any(pool.batches for pool in self.pools):
-                for found in cache_snapshot.read(folder, self.pools, self.settings):
+                read = cache_snapshot.read(folder, self.pools, self.settings)
+                for found in read:
                     self._restore_pool(found, number)
+                for pool, _, batches, most_rows, _ in read:  # all are there
+                    pool.batches, pool.most_rows = batches, most_rows
+                    if self._shared_at is not None and batches > self._shared_at:
+                        self._shared_at = None  # it was done in that run
             self._checkpoint = None
 
     def _restore_pool(
         self, found: cache_snapshot.PoolSnapshot, number: BatchNumber
     ) -> None:
         pool = found.pool
-        pool.resize(found.num_slots)
-        moves = pool.map.restore(found.snapshot)
-        pool.batches, pool.most_rows = found.batches, found.most_rows
-        if self._shared_at is not None and pool.batches > self._shared_at:
-            self._shared_at = None  # it was done in that run
+        with self.sending:
+            pool.resize(found.num_slots)
+            moves = pool.map.restore(found.snapshot)
+            pool.loading[id(moves)] = moves.slots
         num = max(_ROWS_AT_ONCE, _RESTORED_BYTES // (4 * pool.width))
-        for start in range(0, len(moves.slots), num):
-            chosen_N = np.zeros(len(moves.slots), dtype=np.bool_)
-            chosen_N[start : start + num] = True
-            self._load([(pool, _chosen(moves, chosen_N))], number)
+        try:
+            for start in range(0, len(moves.slots), num):
+                chosen_N = np.zeros(len(moves.slots), dtype=np.bool_)
+                chosen_N[start : start + num] = True
+                self._load([(pool, _chosen(moves, chosen_N))], number)
+                pool.loading[id(moves)] = moves.slots[start + num :]
+        except BaseException:
+            pool.map.forget()  # rows that have not come; the next batch begins again
+            raise
+        finally:
+            pool.loading.pop(id(moves))
 
     def _own(self) -> None:
         """Have no other client change rows, before this trainer does."""
@@ -325,6 +340,7 @@ class RowCache(OwnProcess):
         held, missed = [], list[tuple[Pool, Moves]]()
         pin: Pin | None = None
         self._begin_to_train(number)
+        self._follow_restarts()  # what could not be written goes before more leave
         self._share_by_misses(groups)
         try:
             for group, counts_U in zip(groups, counts, strict=True):
@@ -352,6 +368,7 @@ class RowCache(OwnProcess):
                 pool.map.forget_slots(moves.slots)
             if pin is None:
                 _release(held, self._freed)
+            pin = None  # which the traceback would keep
             raise
         finally:
             for pool, moves in missed:
@@ -439,8 +456,9 @@ class RowCache(OwnProcess):
             for server, (start, was) in enumerate(zip(now, self._starts, strict=True)):
                 if start != was:
                     for pool in self.pools:
-                        pool.map.redirty(server)
-            if now != self._starts:
+                        pool.map.redirty(server, list(pool.loading.values()))
+            is_lost = any(_is_lost(r) for write in self._writes for r in write.replies)
+            if now != self._starts or is_lost:
                 self._starts = now
                 self._await_writes(0)
             return now
@@ -463,9 +481,10 @@ class RowCache(OwnProcess):
             moves, rows_NW = _chosen(moves, are_finite_N), rows_NW[are_finite_N]
         if not len(rows_NW):
             return
-        write = _Write(pool, moves, rows_NW, pool.frequencies(moves), [])
-        write.replies[:] = self._send(write, np.ones(len(rows_NW), dtype=np.bool_))
+        replies: list[Reply | None] = [None] * self.client.num_servers
+        write = _Write(pool, moves, rows_NW, pool.frequencies(moves), replies)
         self._writes.append(write)
+        replies[:] = self._send(write, np.ones(len(rows_NW), dtype=np.bool_))
         self.counts.written += len(rows_NW)
         self.counts.moved_bytes += rows_NW.nbytes
         self._await_writes(_WRITES_IN_FLIGHT)
@@ -489,12 +508,12 @@ class RowCache(OwnProcess):
 
     def _await(self, write: _Write) -> None:
         for server, reply in enumerate(write.replies):
-            if reply is None:  # it came back without what it had been sent
+            if reply is None or _is_lost(reply):
                 reply = self._send(write, self._not_newer(write, server))[server]
                 write.replies[server] = reply
             try:
                 reply.frames()
-            except RestartedError:
+            except PersiaError:
                 write.replies[server] = None
                 raise
 
@@ -602,6 +621,9 @@ class RowCache(OwnProcess):
                 num = self._num_dirty()
                 num += sum(len(write.rows) for write in self._writes)
                 logger.error("updates of %d cached rows are lost: %s", num, exc)
+            except BaseException:
+                self.is_closed = False  # an interrupt: the end of the script closes it
+                raise
 
     def _others(self) -> "list[RowCache]":
         """Return the other caches of the client that are open."""

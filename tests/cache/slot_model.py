@@ -114,10 +114,10 @@ class SlotModel:
         self.counted[3] += len(taken)
         return self.placed(taken)
 
-    def redirty(self, server):
-        self.mark_dirty(
-            [s for (_, id_), s in self.slot_of.items() if self.server(id_) == server]
-        )
+    def redirty(self, server, but):
+        slots = self.slot_of.items()
+        own = [s for (_, id_), s in slots if self.server(id_) == server]
+        self.mark_dirty([s for s in own if s not in but])
 
     def forget(self, table=None, ids=None):
         t = None if table is None else self.tables.index(table)

@@ -88,8 +88,9 @@ class Both:
 
     def redirty(self):
         server = int(self.rng.integers(self.map.num_servers))
-        self.map.redirty(server)
-        self.model.redirty(server)
+        some = [self.some()[::2], self.some()[1::4]]
+        self.map.redirty(server, some)
+        self.model.redirty(server, np.concatenate(some).tolist())
 
     def forget(self):
         table = self.tables[self.rng.integers(len(self.tables))]

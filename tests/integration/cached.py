@@ -37,7 +37,7 @@ from tests.integration.twins import WithLoss, plain_rows, shard_plain, train
 from tests.support.faults import kill_self
 from tests.support.groups import alone
 from tests.support.processes import DEADLINE_S
-from tests.support.remote_job import CPU, META, shard
+from tests.support.remote_job import CPU, META, Bags, kjt_of, shard
 from tests.support.two_trainers import Case
 
 NUM_IDS, NUM_SAMPLES, START = 3000, 48, 1e-8
@@ -148,6 +148,24 @@ def touched(batches):
         for feature, jagged in batch.ids.to_dict().items():
             found[FEATURES[feature]].append(jagged.values().numpy())
     return {t: np.unique(np.concatenate(ids)) for t, ids in found.items() if ids}
+
+
+def one_table(client, **settings):
+    """Return bags of a table whose rows are zeros, and their sharders."""
+    config = EmbeddingBagConfig(NUM_IDS, 16, name="user", feature_names=["user"])
+    sharders = remote_sharders(client, SGD(0.5), **settings)
+    return shard(Bags([config]), *sharders), sharders
+
+
+def write_zeros(client):
+    ids, zeros = np.arange(99, dtype="u8"), np.zeros((99, 16), dtype=np.float32)
+    client.write("user", ids, zeros)
+
+
+def step(model, *ids, grad=1.0):
+    output = model(kjt_of({"user": [[id_] for id_ in ids]})).values()
+    output.backward(torch.full_like(output, grad))
+    return output
 
 
 class Twins:

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from contextlib import ExitStack, closing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,15 +20,18 @@ from persia_torchrec import (
     EmbeddingCluster,
     remote_sharders,
 )
-from persia_torchrec.errors import RemoteError
+from persia_torchrec.errors import RemoteError, RequestTimeoutError
 from tests.integration.cached import (
     ROWWISE,
     Twins,
     make_batches,
     make_model,
+    one_table,
+    step,
     touched,
     train_and_die,
     train_and_wait,
+    write_zeros,
 )
 from tests.support.groups import alone, start_group
 from tests.support.processes import DEADLINE_S, Processes, wait_until
@@ -100,6 +104,28 @@ def test_what_cannot_be_written_is_told(caplog):
         servers.stop()
         client.close()
     assert f"updates of {num_dirty} cached rows are lost: " in caplog.text
+
+
+def test_a_server_that_does_not_answer_in_time_costs_no_update():
+    with alone(), EmbeddingCluster.local(servers=1, capacity=1000) as cluster:
+        [server] = cluster.processes
+        connect = partial(EmbeddingClient.connect, cluster.addresses, timeout_s=1.0)
+
+        def fails(call, *args):
+            server.send_signal(signal.SIGSTOP)
+            with pytest.raises(RequestTimeoutError):
+                call(*args)
+            server.send_signal(signal.SIGCONT)
+
+        with closing(connect()) as client:
+            model, sharders = one_table(client, cache=Cache(rows=3))
+            write_zeros(client)
+            step(model, 1, 2, 3)
+            fails(sharders.flush)
+            step(model, 1, 2, 3)
+            fails(step, model, 4, 5, 6)  # in the slots of these
+            step(model, 1, 2, 3)
+            assert (client.read("user", np.arange(1, 4, dtype="u8")) == -1.5).all()
 
 
 def test_a_fork_of_a_trainer_writes_nothing_and_ends_at_a_signal(caplog):

@@ -38,7 +38,12 @@ from persia_torchrec import (
     save_checkpoint,
 )
 from persia_torchrec.checkpoint.folder import Folder
-from persia_torchrec.errors import BatchError, CheckpointError, ConfigError
+from persia_torchrec.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    RequestTimeoutError,
+)
 from persia_torchrec.sharding import cache_snapshot
 from persia_torchrec.sharding.training_blocks import accumulate
 from tests.integration.cached import (
@@ -49,13 +54,15 @@ from tests.integration.cached import (
     Twins,
     make_batches,
     make_model,
+    one_table,
+    step,
     touched,
+    write_zeros,
 )
 from tests.integration.twins import plain_rows, shard_plain, train
 from tests.support.remote_job import (
     CPU,
     META,
-    Bags,
     RemoteJob,
     Servers,
     kjt_of,
@@ -264,6 +271,26 @@ def test_a_run_that_is_resumed_has_the_same_rows_leave_next(job, tmp_path):
             assert (found >= 0).any()
 
 
+def test_rows_of_a_checkpoint_that_have_not_come_are_not_trained(
+    job, tmp_path, monkeypatch
+):
+    model, sharders = one_table(job.client, cache=Cache(rows=30))
+    write_zeros(job.client)
+    step(model, 1)
+    save_checkpoint(tmp_path, {"model": model}, job.client, sharders)
+    model, _ = one_table(job.client, cache=Cache(rows=30))
+    load_checkpoint(tmp_path, {"model": model}, job.client)
+
+    def late(*_, **__):
+        raise RequestTimeoutError("no reply", server="0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.client, "begin_pull", late)
+        with pytest.raises(RequestTimeoutError):
+            step(model, 1)
+    assert (step(model, 1) == -0.5).all()
+
+
 def test_a_batch_that_is_larger_than_its_part_gets_a_larger_one(job):
     batches = []
     for batch in make_batches(20):
@@ -384,24 +411,6 @@ def test_gradients_that_are_not_finite_reach_no_row(job):
         assert np.isfinite(job.client.read(table, ids.astype("u8"))).all()
 
 
-def one_table(client, **settings):
-    """Return bags of a table whose rows are zeros, and their sharders."""
-    config = EmbeddingBagConfig(NUM_IDS, 16, name="user", feature_names=["user"])
-    sharders = remote_sharders(client, SGD(0.5), **settings)
-    return shard(Bags([config]), *sharders), sharders
-
-
-def write_zeros(client):
-    ids, zeros = np.arange(99, dtype="u8"), np.zeros((99, 16), dtype=np.float32)
-    client.write("user", ids, zeros)
-
-
-def step(model, *ids, grad=1.0):
-    output = model(kjt_of({"user": [[id_] for id_ in ids]})).values()
-    output.backward(torch.full_like(output, grad))
-    return output
-
-
 def test_a_row_that_leaves_and_is_not_finite_takes_no_other_with_it(job):
     model, sharders = one_table(job.client, cache=Cache(rows=3))
     write_zeros(job.client)
@@ -465,6 +474,23 @@ def test_an_interrupt_within_a_step_leaves_its_rows_to_be_written(job, monkeypat
     monkeypatch.setattr(torch.autograd, "backward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, 1)
+    assert (job.read("user", [1]) == -0.5).all()
+
+
+def test_a_close_that_is_interrupted_is_done_at_the_end(job, monkeypatch):
+    model, sharders = one_table(job.client, cache=Cache(rows=30))
+    write_zeros(job.client)
+    step(model, 1)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    cache = sharders.remote_tables.cache
+    with monkeypatch.context() as patch:
+        patch.setattr(job.client, "write_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.close()
+    cache.close()
     assert (job.read("user", [1]) == -0.5).all()
 
 
