@@ -11,7 +11,7 @@ from persia_torchrec.errors import ConfigError
 from persia_torchrec.table import TableSpec
 
 _GIB = 2**30
-_SLOT_BYTES = 32  # of the map
+_SLOT_BYTES = 35  # of the map, and of how often a row was seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -274,9 +274,10 @@ class RowCache(OwnProcess):
                 read = cache_snapshot.read(folder, self.pools, self.settings)
                 for found in read:
                     self._restore_pool(found, number)
-                for pool, _, batches, most_rows, _ in read:  # all are there
-                    pool.batches, pool.most_rows = batches, most_rows
-                    if self._shared_at is not None and batches > self._shared_at:
+                for found in read:  # all are there
+                    pool = found.pool
+                    pool.batches, pool.most_rows = found.batches, found.most_rows
+                    if self._shared_at is not None and pool.batches > self._shared_at:
                         self._shared_at = None  # it was done in that run
             self._checkpoint = None
 
@@ -582,9 +583,11 @@ class RowCache(OwnProcess):
             except queue.Empty:
                 try:
                     self.flush()
-                except PersiaError as exc:
+                except Exception as exc:  # the next flush writes them
                     logger.warning(
-                        "rows of the cache could not be written back: %s", exc
+                        "rows of the cache could not be written back: %s",
+                        exc,
+                        exc_info=not isinstance(exc, PersiaError),
                     )
             else:
                 self.close()

@@ -355,7 +355,7 @@ def test_pools_share_the_slots_by_what_they_missed(job, staleness):
     given = twins.piped if staleness else partial(twins.losses, twins.remote)
     losses = given(batches)
     pools = twins.cache.pools
-    sizes = {pool.dim: (pool.num_slots, 4 * pool.width + 32) for pool in pools}
+    sizes = {pool.dim: (pool.num_slots, 4 * pool.width + 35) for pool in pools}
     assert sizes[16][0] != int(80_000 * 3 / 4 / sizes[16][1])  # 3 of the 4 features
     assert 79_800 < sum(num * num_bytes for num, num_bytes in sizes.values()) <= 80_000
     twins.require_equal(batches, losses, twins.losses(twins.plain, batches))

@@ -137,6 +137,7 @@ def test_an_interrupt_while_an_update_is_sent_stops_no_later_batch(job, monkeypa
     started = module.start(batch, is_training=True)
     started.wait(5.0)  # the graph of the interrupted step is alive, as in a notebook
     model(started).values().sum().backward()
+    module.pipeline.flush()
     np.testing.assert_allclose(job.read("term", [7]), before - 0.1, rtol=1e-5)
     del interrupted
     gc.collect()  # frames of the error refer to each other
