@@ -58,6 +58,10 @@ class _Verbs(click.Group):
             return super().invoke(context)
         except PersiaError as exc:
             raise click.ClickException(printable(str(exc))) from exc
+        except OSError as exc:
+            if exc.filename is None:  # of no file, as a pipe that its reader closed
+                raise
+            raise click.ClickException(printable(str(exc))) from exc
 
 
 def _docs() -> dict[str, str]:

@@ -50,6 +50,11 @@ def ls(run: str, is_json: bool) -> None:
     persia-torchrec checkpoint ls runs
     """
     folder = Folder(run)
+    if not folder.exists():
+        raise click.ClickException(
+            f"RUN must be a folder, with checkpoints or runs. Received: {folder.url}, "
+            "which does not exist."
+        )
     lines: list[dict[str, Any]] = []
     runs = [catalog.checkpoints_of_run(folder)]
     if not runs[0].numbers(r"checkpoint-(\d{8,})"):

@@ -56,12 +56,21 @@ def find(
         found = named if name else named[:1]  # the latest
     if len(found) == 1:
         return found[0]
+    if not known:
+        raise click.ClickException(
+            "A job must have been started by this user on this machine. Received: none."
+            " Start one by persia-torchrec run, or name HOST:PORT of its coordinator."
+        )
     kind = "running job" if is_running else "job"
-    names = ", ".join(one.job_id for one in found or known[:5]) or "none"
+    names = ", ".join(one.job_id for one in found or (named or known)[:5])
+    why = "there is none such. Known are"
+    if found:
+        why = "it may be"
+    elif named:  # none of them runs
+        why = "that has ended:" if name else "none runs. Ended are"
     raise click.ClickException(
         f"JOB must be one {kind} of this user, or HOST:PORT of a coordinator. "
-        f"Received: {name or 'none'}, and "
-        f"{'it may be' if found else 'there is none such. Known are'} {names}."
+        f"Received: {name or 'none'}, and {why} {names}."
     )
 
 
@@ -103,7 +112,11 @@ def opened(name: str) -> Iterator[Job]:
     record = None if ":" in name else find(name)
     if record is None:
         host, _, port = name.rpartition(":")
-        place = (host.strip("[]"), int(port) if port.isdecimal() else 0, "")
+        if not port.isdecimal():
+            raise click.ClickException(
+                f"JOB must be an id, or HOST:PORT of a coordinator. Received: {name}."
+            )
+        place = (host.strip("[]"), int(port), "")
     else:
         host = LOOPBACK if is_here(record.host) else record.host  # has it a name?
         place = (host, record.port, record.job_id)

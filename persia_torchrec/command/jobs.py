@@ -265,7 +265,8 @@ def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
         )
     if not is_here(host) and not Path(name).exists():
         raise click.ClickException(f"The log of {who} is {name} on host {host}.")
-    with Path(name).open("rb") as file:
+    log = Path(name) if record.state == "running" else _whole(Path(name))
+    with log.open("rb") as file:
         for line in file.readlines()[-lines:]:
             sys.stdout.buffer.write(line)
         sys.stdout.flush()
@@ -276,6 +277,21 @@ def logs(role: str, index: int, job: str, follow: bool, lines: int) -> None:
             if not more and find(record.job_id, is_running=False).state != "running":
                 break
             time.sleep(LOOK_S)
+
+
+def _whole(log: Path) -> Path:
+    """Return the log with the last lines of a process that has ended.
+
+    torchx copies both streams into ``combined.log`` until it ends, or is killed.
+    """
+    streams = [log.with_name(f"{name}.log") for name in ("stdout", "stderr")]
+    if log.name != "combined.log" or not all(one.is_file() for one in streams):
+        return log
+    if sum(one.stat().st_size for one in streams) <= log.stat().st_size:
+        return log
+    why = f"torchx ended before this process, whose last lines are in {streams[1]}:"
+    console.echo(why, err=True)
+    return streams[1]
 
 
 @click.command()

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 
 import persia_torchrec
+from persia_torchrec.checkpoint.catalog import find_checkpoint
 from persia_torchrec.checkpoint.signature import SERVED_MODEL
 from persia_torchrec.command import console
 from persia_torchrec.command.job_view import a_job, find
@@ -167,6 +168,8 @@ def serve(
         flags = ["--checkpoint", checkpoint, "--port", str(port)]
         _become([*module, *flags, "--servers", str(servers), *arguments], detach)
         return
+    if scheduler == _HERE:
+        find_checkpoint(checkpoint)  # an error here, before a job starts
     component = [
         *("persia.serve", "--checkpoint", checkpoint, "--http_port", str(port)),
         *("--servers", str(servers), *arguments),

@@ -323,8 +323,8 @@ class Coordinator:
             return f"{names} did not join {within}; see their logs{hint}"
         if self._lacks_a_process(absent):
             return (
-                f"a process ended before it joined, of {names}; see their "
-                "logs. (To start one by hand, give JobSettings a host.)"
+                f"a process ended before it joined, of {names}; see their logs. (Roles "
+                "that are started one by one need the component persia.coordinator.)"
             )
         return None
 

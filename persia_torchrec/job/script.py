@@ -17,6 +17,7 @@ import runpy
 import shlex
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
@@ -88,7 +89,7 @@ def require_script(words: Sequence[str]) -> None:
     A module is looked for in the working directory first.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the script is not Python.
     """
     script = split_module(words)[0]
     if words[0] == PROXY:
@@ -99,6 +100,7 @@ def require_script(words: Sequence[str]) -> None:
                 f"The script must exist. Received: {script!r}, looked for in "
                 f"{Path.cwd()}."
             )
+        _require_python(Path(script))
         return
     here = [] if sys.flags.safe_path else [str(Path.cwd())]
     if PathFinder.find_spec(script.partition(".")[0], [*here, *sys.path]) is None:
@@ -106,6 +108,27 @@ def require_script(words: Sequence[str]) -> None:
             f"The module must exist. Received: {script!r}, looked for in {Path.cwd()} "
             "and among Python's packages."
         )
+
+
+def _require_python(script: Path) -> None:
+    """Reject a folder that Python does not run, and a file with a wrong syntax."""
+    if script.is_dir() and not (script / "__main__.py").exists():
+        raise ConfigError(
+            "The script must be a file, or a folder with a __main__.py. Received: the "
+            f"folder {str(script)!r}."
+        )
+    if script.suffix != ".py" or script.is_dir():
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the script's run has them
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as exc:  # of a byte 0 in Python 3.11
+        line = (getattr(exc, "text", "") or "").strip()
+        raise ConfigError(
+            f"The script must be Python. Received: {exc}{line and f': {line}'}"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"The script must be readable. Received: {exc}.") from exc
 
 
 def run_member(role: str, script: str, work: Callable[[], object]) -> int:

@@ -56,7 +56,13 @@ def _run(component: str, arguments: list[str], *, is_verbose: bool) -> int:
     apply(_HERE, options)
     with get_runner(component_defaults=load_sections(prefix="component")) as runner:
         # No workspace: this machine has the files.
-        handle = runner.run_component(component, arguments, _HERE, cfg=options)
+        try:
+            handle = runner.run_component(component, arguments, _HERE, cfg=options)
+        except OSError as exc:  # of --run-dir, or --python
+            raise ConfigError(
+                "The job must be able to write its folder, and to run its Python. "
+                f"Received: {exc}. Choose another --run-dir or --python."
+            ) from exc
         job_id = handle.rpartition("/")[2]
         sys.stderr.write(f"job {job_id} starts\n")
         shown = threading.Thread(

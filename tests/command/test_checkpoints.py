@@ -182,3 +182,5 @@ def test_a_rollback_has_the_checkpoint_alone_in_a_new_folder(run, tmp_path):
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):
     for verb in ("info", "verify", "pin"):
         assert "must be a checkpoint, or hold one" in fails(verb, tmp_path)
+    assert call("ls", tmp_path).startswith("no checkpoint in ")
+    assert "RUN must be a folder, with checkpoints" in fails("ls", tmp_path / "rnus")

@@ -103,6 +103,8 @@ def test_status_of_a_coordinator_by_its_address(job):
 def test_a_job_that_is_not_there_learns_which_are(job):
     assert job.job_id in CliRunner().invoke(main, ["status", "other"]).output
     call("status", "other", status=1)
+    by_a_name = CliRunner().invoke(main, ["status", "localhost:http"])
+    assert "HOST:PORT of a coordinator. Received: localhost:http." in by_a_name.output
 
 
 def test_top_has_the_tables_with_their_updates(job):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from persia_torchrec.command import _MODULES, main
 from persia_torchrec.job.job_list import JobRecord
@@ -26,13 +27,29 @@ finally:
 """
 
 
+def write_record(folder, log):
+    """Write the record of a job that has ended, with a server's log."""
+    JobRecord(
+        job_id="census",
+        host=os.uname().nodename,
+        port=1,
+        coordinator=ProcessIdentity.of_this_process(),
+        began="2026-01-01T00:00:00+00:00",
+        ended="2026-01-01T00:00:01+00:00",
+        folder=str(folder),
+        logs={"server 0": f"{os.uname().nodename} {log}"},
+    ).write()
+
+
 @pytest.mark.parametrize(
     ("words", "status", "shown"),
     [
         (["--help"], 0, "Stop a job; trainers save a last checkpoint before."),
         (["ps"], 0, "no job runs"),
         (["ps", "--all", "--json"], 0, '"job": "census"'),
-        (["stop"], 1, "JOB must be one running job of this user"),
+        (["stop"], 1, "Received: none, and none runs. Ended are census."),
+        (["stop", "cen"], 1, "Received: cen, and that has ended: census."),
+        (["stop", "cus"], 1, "there is none such. Known are census."),
         (["stop", "--help"], 0, "--no-save"),
         (["logs", "server", "0"], 0, "the last line"),
         (["logs", "--help"], 0, "--follow"),
@@ -44,16 +61,7 @@ def test_verbs_that_read_files_import_no_numpy_zmq_or_torch(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     log = tmp_path / "server.log"
     log.write_text("the last line\n")
-    JobRecord(
-        job_id="census",
-        host=os.uname().nodename,
-        port=1,
-        coordinator=ProcessIdentity.of_this_process(),
-        began="2026-01-01T00:00:00+00:00",
-        ended="2026-01-01T00:00:01+00:00",
-        folder=str(tmp_path),
-        logs={"server 0": f"{os.uname().nodename} {log}"},
-    ).write()
+    write_record(tmp_path, log)
     ended = subprocess.run(
         [sys.executable, "-c", RUN, *words],
         capture_output=True,
@@ -65,6 +73,25 @@ def test_verbs_that_read_files_import_no_numpy_zmq_or_torch(
     assert shown in ended.stdout + ended.stderr
     imported = next(line for line in ended.stderr.splitlines() if line[0] == "[")
     assert json.loads(imported) == []
+
+
+def test_a_log_that_torchx_did_not_complete_is_that_of_the_stream(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    write_record(tmp_path, tmp_path / "combined.log")
+    for name, text in (("combined", "a\n"), ("stdout", ""), ("stderr", "a\n")):
+        (tmp_path / f"{name}.log").write_text(text)
+    words = ["logs", "server", "0"]
+    assert CliRunner().invoke(main, words).output == "a\n"
+    (tmp_path / "stderr.log").write_text("a\nthe cause\n")
+    result = CliRunner().invoke(main, words)
+    assert result.stdout == "a\nthe cause\n"
+    assert "torchx ended before this process" in result.stderr
+    (tmp_path / "combined.log").unlink()
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: [Errno 2] No such file or directory: ")
 
 
 def test_the_list_of_verbs_has_the_first_sentence_of_each(capsys):

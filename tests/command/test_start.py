@@ -1,12 +1,14 @@
 import inspect
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from persia_torchrec.components import jobs
 from torchx.runner.config import get_config
 
+from persia_torchrec.checkpoint.catalog import MANIFEST
 from persia_torchrec.checkpoint.signature import SERVED_MODEL
 from persia_torchrec.command import main
 from persia_torchrec.command.start import OF_RUN
@@ -84,10 +86,13 @@ def test_an_option_that_run_does_not_have_is_named(started):
         (["trian.py"], "The script must exist. Received: 'trian.py', looked for in"),
         (["-m", "trian"], "The module must exist. Received: 'trian', looked for in"),
         (["-m"], "or -m and the name of a module, and arguments after it."),
+        (["."], "a folder with a __main__.py. Received: the folder '.'."),
+        (["bad.py"], "Received: '(' was never closed (bad.py, line 2): print("),
         (["-s", "slurm", "-m"], "or -m and the name of a module, and arguments after"),
     ],
 )
-def test_no_job_starts_for_a_script_that_is_not_there(started, words, said):
+def test_no_job_starts_for_a_script_that_cannot_run(started, words, said):
+    Path("bad.py").write_text("import os\nprint(\n")
     result = CliRunner().invoke(main, ["run", *words])
     assert (result.exit_code, started) == (2, [])
     assert said in result.output
@@ -122,6 +127,11 @@ def test_another_scheduler_is_for_torchx(started):
 
 def test_serve_is_a_component_of_a_checkpoint(started):
     words = ["serve", "--port", "9000", "runs/7", "--global_config", "g.yml"]
+    Path("runs/7").mkdir(parents=True)
+    missing = CliRunner().invoke(main, words)
+    assert (missing.exit_code, started) == (1, [])
+    assert "runs/7 must be a checkpoint, or hold one" in missing.output
+    Path("runs/7", MANIFEST).touch()
     assert CliRunner().invoke(main, words).exit_code == 0
     [command] = started
     assert command[3:] == [
@@ -135,6 +145,9 @@ def test_a_checkout_has_the_examples_too(tmp_path):
     assert (tmp_path / "a/quickstart.py").is_file()
     again = CliRunner().invoke(main, ["examples", str(tmp_path / "a")])
     assert "FOLDER must be a new folder" in again.output
+    within_a_file = CliRunner().invoke(main, ["examples", f"{__file__}/a"])
+    assert within_a_file.exit_code == 1
+    assert within_a_file.output.startswith("Error: [Errno 20] Not a directory: ")
 
 
 def test_beside_the_examples_torchx_starts_jobs_on_this_machine(tmp_path):
@@ -172,6 +185,14 @@ def test_every_verb_has_an_example_in_its_help():
         shown = CliRunner().invoke(main, [verb, "--help"]).output
         assert f"persia-torchrec {verb}" in shown or verb == "checkpoint", verb
     assert __version__ in CliRunner().invoke(main, ["--version"]).output
+
+
+@pytest.mark.parametrize("verb", ["status", "stop", "report"])
+def test_without_a_job_the_command_that_starts_one_is_told(tmp_path, monkeypatch, verb):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    result = CliRunner().invoke(main, [verb])
+    assert result.exit_code == 1
+    assert "Received: none. Start one by persia-torchrec run," in result.output
 
 
 def test_a_word_that_is_no_verb_is_an_error_of_the_command_line():

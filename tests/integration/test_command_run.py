@@ -62,3 +62,19 @@ def test_a_setting_out_of_range_is_a_line(tmp_path):
     assert ended.stderr.splitlines() == [
         "persia-torchrec: capacity must be in [1, 4294967294]. Received: 0."
     ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "received"),
+    [
+        (["--run-dir", "train.py"], "Not a directory: "),
+        (["--python", "./python"], "No such file or directory: './python'"),
+    ],
+)
+def test_what_this_machine_cannot_start_is_a_line(tmp_path, setting, received):
+    (tmp_path / "train.py").touch()
+    ended = run(tmp_path, "run", *setting, "train.py")
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
+    assert received in line
+    assert line.endswith("Choose another --run-dir or --python.")
