@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _NUMPY = {torch.float32: np.float32, torch.int16: np.int16}
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs
+_empty = functools.partial(torch.empty, device="cpu")  # whatever torch's default is
 _ALIGNED_BYTES = 512
 """Where a tensor of torch's allocator begins; kernels read wide words from there."""
 
@@ -39,7 +40,7 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
     except RuntimeError as exc:
         _tell_once(str(exc).partition("\n")[0])
-        return _empty(shape, dtype)
+        return _empty(shape, dtype=dtype)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,11 +155,6 @@ def _copied(tensor: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Te
         ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
         return copy
     return copy.copy_(tensor.detach())
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host, unfilled, whatever torch's default device is."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def uses_gpu() -> bool:
