@@ -218,15 +218,15 @@ class SlotMap:
             self._settle()
             return self._moves(*_take_dirty(self._state, max_rows, self._shape))
 
-    def redirty(self, server: int, but: Sequence[Positions] = ()) -> None:
-        """Have all rows of a server be dirty, as it has lost them, but of some slots.
+    def redirty(self, server: int, loading: Sequence[Positions] = ()) -> None:
+        """Have all rows of a server be dirty, as it has lost them.
 
-        Of these are rows that have not come yet.
+        Rows whose slots are ``loading`` have not come yet, and stay as they are.
         """
         with self._lock:
             self._settle()
             slots_N = self._slots_of(None)
-            for slots_M in but:
+            for slots_M in loading:
                 slots_N = slots_N[~np.isin(slots_N, slots_M)]
             ids_N = self._records[slots_N, 0]
             is_own_N = is_of_shard(ids_N, server, self.num_servers)

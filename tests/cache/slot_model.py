@@ -114,10 +114,10 @@ class SlotModel:
         self.counted[3] += len(taken)
         return self.placed(taken)
 
-    def redirty(self, server, but):
+    def redirty(self, server, loading):
         slots = self.slot_of.items()
         own = [s for (_, id_), s in slots if self.server(id_) == server]
-        self.mark_dirty([s for s in own if s not in but])
+        self.mark_dirty([s for s in own if s not in loading])
 
     def forget(self, table=None, ids=None):
         t = None if table is None else self.tables.index(table)
