@@ -96,12 +96,21 @@ class SavedCheckpoint:
 
 
 class Task(Generic[T]):
-    """A dump or a load in the background. Any thread may call any method."""
+    """A dump or a load in the background. Any thread may call any method.
 
-    def __init__(self, name: str, work: "Callable[[Task[T]], T]") -> None:
+    It begins ``after`` others that each ``has_begun`` on the servers, or has failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: "Callable[[Task[T]], T]",
+        after: Iterable[threading.Event],
+    ) -> None:
         self._name, self._progress = name, 0.0
         self._cancelled = threading.Event()
         self._outcome: Future[T] = Future()
+        self.after, self.has_begun = tuple(after), threading.Event()
         run = partial(self._run, work)
         threading.Thread(target=run, name=name, daemon=True).start()
 
@@ -143,11 +152,13 @@ class Task(Generic[T]):
             self._outcome.set_result(work(self))
         except BaseException as exc:  # noqa: BLE001  # raised by wait()
             self._outcome.set_exception(exc)
+        self.has_begun.set()
 
 
 class CheckpointClient:
     """Dumps and loads what the servers hold. Any thread may call any method.
 
+    Tasks begin on the servers in the order of the calls, one after another's end.
     Paths are of a file system that this process and all servers share, or URLs that
     fsspec knows; a CheckpointError if they cannot be used. The whole task may take
     ``timeout_s`` seconds.
@@ -160,6 +171,8 @@ class CheckpointClient:
         self._batches = batches
         self._continues: tuple[str, ...] = ()  # jobs
         self._fuller = ""  # URL of a checkpoint that has rows for which was no room
+        self._order = threading.Lock()
+        self._not_begun: list[threading.Event] = []  # set once the task has begun
 
     @property
     def job(self) -> str:
@@ -242,7 +255,7 @@ class CheckpointClient:
                 )
             return ended
 
-        return Task("delta", work)
+        return self._start("delta", work)
 
     def start_dump(
         self,
@@ -282,7 +295,7 @@ class CheckpointClient:
             _write(files, run)
             return SavedCheckpoint.of(folder, manifest)
 
-        return Task("dump", work)
+        return self._start("dump", work)
 
     def start_files(
         self, folder: Folder, *, step: int | None, timeout_s: float
@@ -292,7 +305,9 @@ class CheckpointClient:
         The manifest lacks the dense half, and how many batches are trained.
         """
         self.caches.save(folder)
-        return Task("dump", lambda t: self._write_files(t, folder, step, timeout_s))
+        return self._start(
+            "dump", lambda task: self._write_files(task, folder, step, timeout_s)
+        )
 
     def start_load(
         self,
@@ -360,7 +375,7 @@ class CheckpointClient:
                 ),
             )
 
-        return Task("load", work)
+        return self._start("load", work)
 
     def _note_left_out(
         self,
@@ -410,7 +425,7 @@ class CheckpointClient:
             what = f"dropping table {table!r}"
             self._run_steps(task, steps, what, timeout_s, type(None))
 
-        Task("drop", work).wait()
+        self._start("drop", work).wait()
 
     def end_increments(self, *, timeout_s: float) -> None:
         """End the increments of servers that write any, and wait.
@@ -422,7 +437,7 @@ class CheckpointClient:
             return self._end_increments(task, "ending increments", timeout_s)
 
         try:
-            Task("increments", work).wait()
+            self._start("increments", work).wait()
         except PersiaError as exc:
             logger.warning("the next delta will include unchanged rows: %s", exc)
 
@@ -438,6 +453,14 @@ class CheckpointClient:
         """Let servers delete increments that no complete checkpoint needs; no wait."""
         request = {"do": "prune", "task": secrets.randbits(53)}
         self._servers.ask(Kind.CHECKPOINT, request, "deleting increments")
+
+    def _start(self, name: str, work: Callable[[Task[T]], T]) -> Task[T]:
+        """Start a task that begins after those that were started before."""
+        with self._order:
+            earlier = [begun for begun in self._not_begun if not begun.is_set()]
+            task = Task(name, work, earlier)
+            self._not_begun = [*earlier, task.has_begun]
+        return task
 
     def _write_files(
         self, task: Task[T], folder: Folder, step: int | None, timeout_s: float
@@ -483,6 +506,7 @@ class CheckpointClient:
         deadline = time.monotonic() + timeout_s
         first, *_ = steps
         number, states = self._begin(task, steps[first], what, deadline)
+        task.has_begun.set()
         try:
             for phase, step in steps.items():
                 begin = {**step, "task": number}
@@ -517,6 +541,15 @@ class CheckpointClient:
     ) -> tuple[int, list[TaskState]]:
         """Make all servers begin, once none does something else; return the number."""
         has_waited = False
+        for has_begun in task.after:
+            while not has_begun.wait(_POLL_S):
+                task.pause(0.0, 0.0)
+                if time.monotonic() >= deadline:
+                    raise RequestTimeoutError(
+                        f"{what}: an earlier dump or load of this process has not "
+                        "begun. Wait for its end, or cancel it.",
+                        server="",
+                    )
         while True:
             number = secrets.randbits(53)
             try:
