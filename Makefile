@@ -70,11 +70,13 @@ BESIDE = $(@D)/bin/python -m pip -qq --disable-pip-version-check install --no-co
 
 ##@ Before a change is done
 
-# Two processes compile the loops, from both ends, and clients are installed, while mypy runs.
-test: $(STAMP)  ## check everything
-	@$(BIN)/python -c "$(LOOPS)" 1 & first=$$!; \
+# Two environments are installed at once; while mypy runs, two processes compile the loops,
+# from both ends.
+test:  ## check everything
+	@$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
+	$(MAKE) --no-print-directory $(STAMP) || { wait; exit 1; }; \
+	$(BIN)/python -c "$(LOOPS)" 1 & first=$$!; \
 	$(BIN)/python -c "$(LOOPS)" -1 & second=$$!; \
-	$(MAKE) --no-print-directory $(CLIENTS) & clients=$$!; \
 	$(MAKE) --no-print-directory lint && wait $$first && wait $$second && wait $$clients \
 		&& $(MAKE) --no-print-directory unit
 LOOPS := import sys, torchrec; from persia_torchrec.cache import slot_map; from persia_torchrec.lookup import pooling; from persia_torchrec.store import warm_up; [one.warm_up() for one in (warm_up, pooling, slot_map)[::int(sys.argv[1])]]

@@ -212,17 +212,18 @@ SETTINGS = {"precision": ["--batch-size", "512"], "training": ["--rows", "2048"]
 """Where a check needs more than the tiny numbers, or fewer."""
 
 
-def further(cases):
-    """Return of each case whether another one before it is of the same benchmark."""
+def is_long(cases):
+    """Return of each case whether it is slow, or not the first of its benchmark."""
     names = [name for name, *_ in cases]
-    return [name in names[:k] for k, name in enumerate(names)]
+    slow = "increments", "training"
+    return [name in (*slow, *names[:k]) for k, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(
     ("name", "figure", "mutation", "message"),
     [
-        pytest.param(*case, marks=[pytest.mark.long] if is_further else [])
-        for case, is_further in zip(WRONG, further(WRONG), strict=True)
+        pytest.param(*case, marks=[pytest.mark.long] if is_of_long else [])
+        for case, is_of_long in zip(WRONG, is_long(WRONG), strict=True)
     ],
 )
 def test_a_wrong_value_stops_the_benchmark(

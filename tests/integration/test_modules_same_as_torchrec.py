@@ -442,15 +442,12 @@ def full_batches(num, max_ids=2):
         yield Batch(dense, KeyedJaggedTensor(KEYS, ids, lengths=lengths), labels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(replace(POOLED, model=few_bags), id="bags"),
-        pytest.param(
-            replace(SEQUENCES, model=FewSequences),
-            id="sequences",
-            marks=pytest.mark.long,
-        ),
+        pytest.param(replace(SEQUENCES, model=FewSequences), id="sequences"),
     ],
 )
 def test_a_compiled_model_trains_as_plain_torchrec_does(job, case):

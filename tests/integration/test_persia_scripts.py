@@ -85,6 +85,7 @@ def test_an_unknown_key_of_the_embedding_config_ends_the_job(scripts):
         assert ends in log or re.search(message, log), log
 
 
+@pytest.mark.long
 def test_a_missing_script_ends_all_roles_and_the_last_line_names_it(scripts):
     with scripts.start("--nn_worker", "nowhere.py", num_batches=10) as job:
         ended = job.wait()

@@ -11,7 +11,7 @@ from tests.support.torchrec_job import SCRIPT, print_without_a_job, printed_by
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_finds_the_servers_of_its_job_and_trains_as_without_one(tmp_path):
     for name in ("alone", "job"):
         (tmp_path / name).mkdir()

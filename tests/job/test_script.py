@@ -165,8 +165,14 @@ def test_a_trainer_that_finds_no_other_ends_the_job(processes):
     ("module", "words", "message"),
     [
         ("job.script", ["loader", "no.py"], "The script must exist. Received: 'no.py'"),
-        ("job.torchrun", ["--", "no.py"], "The script must exist. Received: 'no.py'"),
-        ("server", ["--global-config", "no.yml"], "no.yml must be a text file"),
+        pytest.param(
+            *("job.torchrun", ["--", "no.py"], "The script must exist. Received: "),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *("server", ["--global-config", "no.yml"], "no.yml must be a text file"),
+            marks=pytest.mark.long,
+        ),
         ("server", ["--capacity", "0"], "capacity must be in [1, 4294967294]"),
         ("worker", ["--embedding-config", "no.yml"], "no.yml must be a text file"),
     ],

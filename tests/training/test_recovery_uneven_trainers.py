@@ -55,7 +55,14 @@ def train(folder, passes, *lives, sizes=(2, 2, 2), **settings):
         return outputs, trainings_of(servers, len(passes[0]))
 
 
-@pytest.mark.parametrize("nums", [(12, 32), (0, 32), (32, 10)])
+@pytest.mark.parametrize(
+    "nums",
+    [
+        (0, 32),
+        pytest.param((12, 32), marks=pytest.mark.long),
+        pytest.param((32, 10), marks=pytest.mark.long),
+    ],
+)
 def test_the_end_of_a_training_is_saved_for_any_last_trainer(tmp_path, nums):
     outputs, counts = train(tmp_path, [nums])
     assert steps_saved(tmp_path) == [5, 10, 15, 20, 25, 30, 32]

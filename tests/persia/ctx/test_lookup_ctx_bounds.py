@@ -22,6 +22,7 @@ from tests.support.local_job import (
     SumOfEmbeddings,
     batch_of,
 )
+from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 from tests.support.threads import InThread
 
@@ -100,6 +101,7 @@ def test_a_pending_lookup_has_a_deadline_and_ends_with_its_reader(
             reader.start_pull(TWELVE[0], is_training=False, settings=one_at_once)
             for _ in range(2)
         ]
+        wait_until(first.running, "the first lookup has begun")
         with pytest.raises(RequestTimeoutError, match=r"looked up within 0\.001 s"):
             reader.embed(first)
         reader.close()

@@ -90,7 +90,7 @@ def test_a_training_that_is_staged_is_the_same(tmp_path, monkeypatch):
     start = Staging.start
 
     def started(staging, arrays):
-        threads.add(threading.current_thread().name)
+        threads.add(threading.current_thread().name.rstrip(" 0123456789"))
         return start(staging, arrays)
 
     monkeypatch.setattr(Staging, "DEVICES", {"cpu"})
@@ -99,7 +99,7 @@ def test_a_training_that_is_staged_is_the_same(tmp_path, monkeypatch):
     assert staged[0] == plain[0]
     assert np.array_equal(staged[1], plain[1])
     assert "MainThread" not in threads
-    assert {"lookups ahead", "training pulls 0", "evaluation pulls 0"} <= threads
+    assert {"lookups ahead", "training pulls", "evaluation pulls"} <= threads
 
 
 def test_all_of_a_batch_is_on_its_way_when_a_loader_hands_it_out(tmp_path, monkeypatch):
