@@ -7,6 +7,7 @@ the command line is.
 """
 
 import ast
+import difflib
 import importlib
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ class _Verbs(click.Group):
         module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
         command: click.Command = getattr(module, name)
         return command
+
+    def resolve_command(
+        self, context: click.Context, words: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        close = difflib.get_close_matches(words[0], _MODULES)
+        if close and words[0] not in _MODULES:
+            context.fail(f"No such command {words[0]!r}. Did you mean {close[0]!r}?")
+        return super().resolve_command(context, words)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         limit = formatter.width - 6 - max(map(len, _MODULES))

@@ -1,5 +1,6 @@
 """Verbs of running jobs: who runs, how it is, what it logs, and its end."""
 
+import contextlib
 import itertools
 import signal
 import sys
@@ -27,7 +28,7 @@ from persia_torchrec.command.job_view import (
     is_here,
     opened,
 )
-from persia_torchrec.errors import JobError, RequestTimeoutError
+from persia_torchrec.errors import JobError, PersiaError, RequestTimeoutError
 from persia_torchrec.job import failures, job_list
 from persia_torchrec.job.job_list import JobRecord
 from persia_torchrec.job.requests import Fail, View
@@ -367,8 +368,11 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
                 f"host {record.host}. Cancel it with its scheduler, or use --no-save."
             )
     console.echo(f"{record.job_id} ends", err=True)
-    deadline = time.monotonic() + timeouts.VERB_END_S
-    while time.monotonic() < deadline:
+    began_s, say_s = time.monotonic(), timeouts.SAY_S
+    while (waited_s := time.monotonic() - began_s) < timeouts.VERB_END_S:
+        if waited_s >= say_s:
+            say_s *= 2
+            _echo_left(record)
         known = find(record.job_id, is_running=False)
         if known.state != "running":
             last = known.checkpoint or "none"
@@ -381,6 +385,17 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
         f"{record.job_id} must end within {timeouts.VERB_END_S:.0f} s. Received: it "
         f"runs. See persia-torchrec status {record.job_id}."
     )
+
+
+def _echo_left(record: JobRecord) -> None:
+    """Print which processes of a job, that may end meanwhile, have not ended."""
+    with contextlib.suppress(PersiaError), opened(record.job_id) as there:
+        left = [
+            f"{one.role} {one.index} ({one.state})"
+            for one in there.book.status().members
+            if one.role != "coordinator" and one.state not in ("absent", "left")
+        ]
+        console.echo(f"waiting for {', '.join(left) or 'coordinator 0'}", err=True)
 
 
 def lost_by(record: JobRecord) -> str:

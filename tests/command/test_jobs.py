@@ -55,12 +55,14 @@ def test_ps_has_the_jobs_that_run(job):
 
 def test_status_has_a_line_for_each_process_and_the_newest_checkpoint(job):
 
-    def is_known():  # servers tell their rows every 5 s
+    def is_known():  # servers tell their rows every 5 s, trainers their step
         found = told("status")
         rows = [one["rows"] for one in found["members"] if one["role"] == "server"]
-        return found["checkpoint_is_whole"] and sum(row or 0 for row in rows) == 4
+        steps = [one["step"] for one in found["members"] if one["role"] == "trainer"]
+        are_told = sum(row or 0 for row in rows) == 4 and (steps[0] or 0) >= 10
+        return found["checkpoint_is_whole"] and are_told
 
-    wait_until(is_known, "the checkpoint is looked at, and rows are told")
+    wait_until(is_known, "the checkpoint is looked at, rows and step are told")
     found = told("status")
     members = {(one["role"], one["index"]): one for one in found["members"]}
     assert list(members) == [

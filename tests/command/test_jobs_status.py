@@ -41,7 +41,8 @@ def job(processes, monkeypatch):
     folder = str(processes.folder / "state")
     monkeypatch.setenv("XDG_STATE_HOME", folder)
     more = {"env": {"XDG_STATE_HOME": folder}, "stalled_s": 1.0}
-    job = Job(processes, "--silent-s", "2", server=1, trainer=1, **more)
+    times = ("--silent-s", "2", "--leave-timeout-s", "2")
+    job = Job(processes, *times, server=1, trainer=1, **more)
     job.start_member("serve").has_printed("serving")
     job.start("trainer", TRAINS_UNTIL_IT_HANGS).has_printed("at work")
     with contextlib.closing(AddressBook.join("localhost", job.port)) as job.book:
@@ -120,6 +121,17 @@ def test_a_job_that_a_loader_has_failed_names_it_with_its_log(job):
     assert [(one["kind"], one["who"]) for one in failed["problems"]] == [
         ("failed", "loader 0")
     ]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_stop_reports_which_process_it_waits_for(job, monkeypatch):
+    monkeypatch.setattr(timeouts, "SAY_S", 0.2)
+    is_well()
+    os.kill(job.book.member("trainer", 0).process.pid, signal.SIGSTOP)
+    ended = CliRunner().invoke(main, ["stop", "--no-save"])
+    assert re.search(r"waiting for .*trainer 0 \((running|silent|lost)\)", ended.stderr)
+    assert "has ended" in ended.stdout
 
 
 @pytest.mark.multiprocess

@@ -76,6 +76,9 @@ def test_an_option_that_run_does_not_have_is_named(started):
     result = CliRunner().invoke(main, ["run", "--serverss", "2", "train.py"])
     assert (result.exit_code, started) == (2, [])
     assert "No such option '--serverss'." in result.output
+    result = CliRunner().invoke(main, ["rum", "train.py"])
+    assert (result.exit_code, started) == (2, [])
+    assert "No such command 'rum'. Did you mean 'run'?" in result.output
     module = ["run", "-m", "train", "--epochs", "3"]
     assert CliRunner().invoke(main, module).exit_code == 0
 
