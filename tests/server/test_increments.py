@@ -13,6 +13,7 @@ import pytest
 from persia_torchrec import Expiry, timeouts
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.increment_log import (
+    LOG_FILE,
     find_lines,
     increment_name,
     list_increments,
@@ -289,6 +290,8 @@ def test_everything_is_written_at_the_end_of_a_training(servers, tmp_path):
 def test_a_log_that_cannot_be_ended_is_named_in_the_log_file(servers, tmp_path, caplog):
     training = Training(servers, tmp_path, 1, increments_interval_s=1000.0)
     training.train(1, 2)
+    logs = f"increments/*/{LOG_FILE}"
+    wait_until(lambda: [*tmp_path.glob(logs)], "the log has begun")
     for path in (tmp_path / "increments").iterdir():
         shutil.rmtree(path)
     training.running[0].stop()

@@ -142,7 +142,7 @@ def test_models_are_not_mixed(pool):
 
 def test_a_request_waits_no_longer_than_a_limit(pool, monkeypatch):
     monkeypatch.setattr(module.timeouts, "REQUEST_S", 0.0)
-    batcher, runs = Batcher(Batching(0.0, 100, timeout_s=0.05)), Runs()
+    batcher, runs = Batcher(Batching(0.0, 100, timeout_s=0.5)), Runs()
     runs.may_end.clear()
     first = batcher.submit(MODEL, runs, batch(1))
     assert runs.begun.acquire(timeout=DEADLINE_S)
