@@ -174,7 +174,7 @@ def test_a_server_is_no_embedding_worker(trained):
     job, _, _ = trained
     other_role = pytest.raises(ServerError, match="must be that of embedding worker")
     with InferCtx([job.servers[0].address]) as infer, other_role:
-        infer.wait_for_serving(0.1)
+        infer.wait_for_serving(1.0)
 
 
 def test_settings_that_cannot_work_are_rejected():
