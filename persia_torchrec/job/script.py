@@ -111,7 +111,12 @@ def require_script(words: Sequence[str]) -> None:
 
 
 def _require_python(script: Path) -> None:
-    """Reject a folder that Python does not run, and a file with a wrong syntax."""
+    """Reject a folder that Python does not run, a notebook, and a wrong syntax."""
+    if script.suffix == ".ipynb":
+        raise ConfigError(
+            f"The script must be Python. Received: the notebook {str(script)!r}. "
+            f"Convert it: jupyter nbconvert --to script {script}"
+        )
     if script.is_dir() and not (script / "__main__.py").exists():
         raise ConfigError(
             "The script must be a file, or a folder with a __main__.py. Received: the "

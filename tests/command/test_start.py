@@ -90,12 +90,14 @@ def test_an_option_that_run_does_not_have_is_named(started):
         (["-m", "trian"], "The module must exist. Received: 'trian', looked for in"),
         (["-m"], "or -m and the name of a module, and arguments after it."),
         (["."], "a folder with a __main__.py. Received: the folder '.'."),
+        (["a.ipynb"], "Convert it: jupyter nbconvert --to script a.ipynb"),
         (["bad.py"], "Received: '(' was never closed (bad.py, line 2): print("),
         (["-s", "slurm", "-m"], "or -m and the name of a module, and arguments after"),
     ],
 )
 def test_no_job_starts_for_a_script_that_cannot_run(started, words, said):
     Path("bad.py").write_text("import os\nprint(\n")
+    Path("a.ipynb").write_text("{}")
     result = CliRunner().invoke(main, ["run", *words])
     assert (result.exit_code, started) == (2, [])
     assert said in result.output
