@@ -87,6 +87,7 @@ PIPELINE_SETTLE_S = 1.0  # batches that are not used any more are given up
 SEND_BATCH_S = 900.0  # a loader's batch is taken; full buffers make it wait
 STREAM_PUT_S = 0.5  # a batch has room in a buffer, until the end is looked for
 STREAM_TRY_S = 5.0  # a worker answers, where a message may be sent again
+READS_CLOSE_S = 10.0  # a thread has read what it just reads of a file
 WORKER_AVOID_S = 5.0  # a worker that has hung is asked after the others
 WORKER_CONNECT_S = 5.0  # servers answer an embedding worker that starts
 

@@ -10,10 +10,12 @@ a stretch, are. Without a random order each file's groups are one window.
 Readers divide the columns of a block, or, of text, the blocks. Each is one block ahead.
 """
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -374,7 +376,7 @@ def _read_ahead(
 
 
 class Reads:
-    """Blocks that are read ahead; closing them waits for the threads."""
+    """Blocks that are read ahead; closing them waits for what threads read just now."""
 
     def __init__(self, reads: Iterator[Read], stack: ExitStack) -> None:
         self._reads, self.stack = reads, stack
@@ -437,13 +439,25 @@ class _Lane:
     def __init__(self, stack: ExitStack, items: Iterator[Any]) -> None:
         self._pool = ThreadPoolExecutor(1, "rows")
         self._items = items
-        stack.callback(getattr(items, "close", bool))  # when its thread has ended
-        stack.callback(self._pool.shutdown, cancel_futures=True)
+        stack.callback(self._close)
         self._made: deque[Any] = deque()
+        self._thread = 0
         self._next: Future[list[Any]] = self._pool.submit(self._more)
 
+    def _close(self) -> None:
+        """End, and wait for the work of the thread, but not for the thread.
+
+        Garbage collection may call this while a thread starts or ends, with a lock in
+        hand that joining another one takes.
+        """
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if threading.get_ident() != self._thread:  # in which garbage is collected
+            futures.wait([self._next], timeouts.READS_CLOSE_S)
+        with contextlib.suppress(ValueError):  # it is being executed still
+            getattr(self._items, "close", bool)()
+
     def _more(self) -> list[Any]:
-        more = []
+        more, self._thread = [], threading.get_ident()
         for item in self._items:
             more.append(item)
             if item[1] is not None:
@@ -485,7 +499,7 @@ def _by_tasks(stack: ExitStack, shared: _Shared, num_readers: int) -> Iterator[R
             yield run, None
 
     lane = _Lane(stack, submitted())
-    stack.callback(pool.shutdown, cancel_futures=True)
+    stack.callback(pool.shutdown, wait=False, cancel_futures=True)
     ahead: deque[tuple[GroupRun, Future[Rows] | None]] = deque()
     is_over = False
     while ahead or not is_over:

@@ -1,5 +1,8 @@
 """Which rows of files are read, in which order, from which one on."""
 
+import contextlib
+import threading
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -7,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia_torchrec import timeouts
 from persia_torchrec.data import IdColumn, LabelColumn, ParquetDataset
 from persia_torchrec.datasets.reading import partition, runs_from, select, windows_of
 from persia_torchrec.errors import ConfigError
+from tests.support.threads import InThread
 
 COLUMNS = IdColumn("id", is_text=False), LabelColumn("label")
 GROUP, NUM = 7, 50
@@ -82,3 +87,23 @@ def test_reading_begins_at_any_row(files, row):
     assert num_rows - sum(run.skip for run in runs) == 2 * NUM - row
     assert all(run.skip < run.groups[0].num_rows for run in runs)
     assert all(run.ends_window for run in runs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_parallel_reads": 2}, {"shuffle": True}])
+def test_an_iterator_may_be_garbage_wherever_a_thread_starts(
+    tmp_path, monkeypatch, settings
+):
+    monkeypatch.setattr(timeouts, "READS_CLOSE_S", 0.1)
+    table = pa.table({"id": [*range(NUM)], "label": [0.0] * NUM})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=GROUP)
+    iterator = iter(ParquetDataset(tmp_path, 8, COLUMNS, **settings))
+    next(iterator)
+    # Until Python 3.13 threads that start, end or are joined take it.
+    lock = getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext())
+
+    def close():
+        nonlocal iterator
+        with lock:
+            del iterator
+
+    InThread(close).result()
