@@ -18,7 +18,7 @@ Dimension key:
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -327,6 +327,7 @@ class ShardLoad(BackgroundTask):
         self._until = until
         self.rules = LoadRules()
         self._tables: tuple[SavedTable, ...] = ()  # under the names of the store
+        self._known: dict[str, str] = {}  # what rows of the store's tables look like
         self._plans: dict[str, TablePlan] = {}
         self._notes: list[str] = []
         self._increments: list[tuple[Folder, IncrementHead]] = []
@@ -361,6 +362,11 @@ class ShardLoad(BackgroundTask):
             return 1.0
         return min(self._num_read / max(self._num_to_read, 1), 1.0)
 
+    @property
+    def fits_store(self) -> bool:
+        """Whether the store has the tables with which the load was checked."""
+        return self._known == _described(self._store.tables)
+
     def check(self) -> None:
         """Read everything, and remember the uses of the rows of this server."""
         try:
@@ -381,6 +387,7 @@ class ShardLoad(BackgroundTask):
         self._tables = self._as_kept(manifest.tables)
         saved_specs = [table.spec for table in self._tables]
         known = {spec.name: spec for spec in self._store.tables}
+        self._known = _described(known.values())
         self._routed = [known.get(spec.name, spec).shared_rows for spec in saved_specs]
         if self._logs is not None:
             self._check_increments(self._logs)
@@ -614,3 +621,8 @@ class ShardLoad(BackgroundTask):
                         f"{path} must be the file of its manifest, {expected}. "
                         f"Received: {reader.written}."
                     )
+
+
+def _described(specs: Iterable[TableSpec]) -> dict[str, str]:
+    """Return by name what rows of tables look like."""
+    return {spec.name: spec.describe_rows() for spec in specs}

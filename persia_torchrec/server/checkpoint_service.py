@@ -442,9 +442,7 @@ class CheckpointService:
                 self._task, self._stream = request.task, stream
                 self._url = request.folder or self._url
             case "load" if load is not None and load.phase == "checked":
-                self._increments.suspend()
-                self.is_loading = True
-                load.start("loading", load.load, "loaded")
+                self._fill(load, request)
             case "drop" if isinstance(self._delta, TableDrop):
                 self._delta.must_drop = True
                 self._delta.advance()
@@ -485,6 +483,16 @@ class CheckpointService:
         self._load.rules = request.rules
         self._load.start("checking", self._load.check, "checked")
         self._dump = None
+
+    def _fill(self, load: ShardLoad, request: CheckpointRequest) -> None:
+        """Begin to fill the store; check again if its tables have changed since."""
+        if not load.fits_store:
+            load.cancel()
+            self._begin(request)
+            return
+        self._increments.suspend()
+        self.is_loading = True
+        load.start("loading", load.load, "loaded")
 
     def _folder(self, path: str) -> Folder:
         """Return a folder that a client, or the job, names."""

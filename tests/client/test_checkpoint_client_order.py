@@ -1,0 +1,76 @@
+"""Dumps, loads and changes that are begun side by side, in this or several clients."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from persia_torchrec.checkpoint.load import ShardLoad
+from persia_torchrec.embedding.optim import SGD, Adagrad
+from persia_torchrec.errors import RemoteError
+from persia_torchrec.table import TableSpec
+from tests.support.servers import DEADLINE_S
+
+pytestmark = pytest.mark.slow
+
+ITEM = TableSpec(name="item", dim=4, optimizer=SGD(1.0))
+IDS = np.arange(60, dtype=np.uint64)
+
+
+def write(client, value):
+    shape = len(IDS), client.table("item").dim
+    client.write("item", IDS, np.full(shape, value, np.float32))
+
+
+@pytest.fixture
+def running(servers):
+    return servers.start(2)
+
+
+@pytest.fixture
+def client(servers, running, tmp_path):
+    """Return a client of servers that have other rows than a checkpoint of them."""
+    client = servers.client(running)
+    client.add_tables([ITEM])
+    write(client, 1.0)
+    client.checkpoints.dump(tmp_path / "saved")
+    write(client, 2.0)
+    return client
+
+
+def hold_back(monkeypatch, owner, name):
+    """Have a method wait, when it has done its work, for the event that is returned."""
+    method, is_done, may_end = (
+        getattr(owner, name),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def held(self, *args):
+        result = method(self, *args)
+        is_done.set()
+        assert may_end.wait(DEADLINE_S)
+        return result
+
+    monkeypatch.setattr(owner, name, held)
+    return is_done, may_end
+
+
+@pytest.mark.parametrize(
+    "other",
+    [replace(ITEM, dim=8), replace(ITEM, optimizer=Adagrad(0.1))],
+    ids=["dim", "state"],
+)
+def test_a_table_that_is_added_while_a_load_is_checked_must_fit(
+    servers, client, tmp_path, monkeypatch, other
+):
+    late = servers.client(servers.start(2))
+    is_checked, may_end = hold_back(monkeypatch, ShardLoad, "check")
+    task = late.checkpoints.start_load(tmp_path / "saved")
+    assert is_checked.wait(DEADLINE_S)
+    late.add_tables([other])
+    may_end.set()
+    with pytest.raises(RemoteError, match=r"table 'item' must have dim"):
+        task.wait(DEADLINE_S)
+    assert late.num_rows() == [0, 0]
