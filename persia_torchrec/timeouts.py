@@ -94,6 +94,7 @@ WORKER_CONNECT_S = 5.0  # servers answer an embedding worker that starts
 # Checkpoints and increments
 CHECKPOINT_INTERVAL_S = 600.0  # between two automatic checkpoints
 CHECKPOINT_S = 3600.0  # all servers have written or loaded a checkpoint
+CHECKED_S = 5.0  # a client asks again for a load that is checked, or has ended
 SAVE_CANCEL_S = 30.0  # servers have ended a save that failed elsewhere
 SAVE_CLOSE_S = 10.0  # a save in the background has ended
 BACKGROUND_CLOSE_S = 10.0  # the thread that writes a checkpoint has ended

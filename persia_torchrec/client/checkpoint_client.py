@@ -57,6 +57,7 @@ R = TypeVar("R")
 Path = str | os.PathLike[str]
 
 _MAX_JOBS = 16  # whose training was continued, that a manifest names
+_WAITING = {"idle", "checked", "unused"}  # phases of servers that must be told
 _FIRST_POLL_S = 0.005
 _POLL_S = 0.2
 
@@ -511,7 +512,7 @@ class CheckpointClient:
             for phase, step in steps.items():
                 begin = {**step, "task": number}
                 if phase != first:
-                    states = self._ask(Kind.CHECKPOINT, begin, what)
+                    states = self._tell(begin, what, states)
                 poll_s = _FIRST_POLL_S
                 while slow := [
                     name
@@ -526,8 +527,8 @@ class CheckpointClient:
                     task.pause(poll_s, min(state.progress for state in states))
                     poll_s = min(2 * poll_s, _POLL_S)
                     # A server that was started again must be told once more.
-                    if {s.phase for s in states} & ({"idle", "checked"} - {phase}):
-                        states = self._ask(Kind.CHECKPOINT, begin, what)
+                    if {s.phase for s in states} & (_WAITING - {phase}):
+                        states = self._tell(begin, what, states)
                     else:
                         states = self._ask(Kind.PROGRESS, {"task": number}, what)
         except BaseException:
@@ -541,15 +542,7 @@ class CheckpointClient:
     ) -> tuple[int, list[TaskState]]:
         """Make all servers begin, once none does something else; return the number."""
         has_waited = False
-        for has_begun in task.after:
-            while not has_begun.wait(_POLL_S):
-                task.pause(0.0, 0.0)
-                if time.monotonic() >= deadline:
-                    raise RequestTimeoutError(
-                        f"{what}: an earlier dump or load of this process has not "
-                        "begun. Wait for its end, or cancel it.",
-                        server="",
-                    )
+        self._wait_for_earlier(task, what, deadline)
         while True:
             number = secrets.randbits(53)
             try:
@@ -566,6 +559,32 @@ class CheckpointClient:
                 return number, states
             # Another client that waits does not come back at the same moment.
             task.pause(_POLL_S * (1 + secrets.randbelow(100) / 100), 0.0)
+
+    def _wait_for_earlier(self, task: Task[T], what: str, deadline: float) -> None:
+        for has_begun in task.after:
+            while not has_begun.wait(_POLL_S):
+                task.pause(0.0, 0.0)
+                if time.monotonic() >= deadline:
+                    raise RequestTimeoutError(
+                        f"{what}: an earlier dump or load of this process has not "
+                        "begun. Wait for its end, or cancel it.",
+                        server="",
+                    )
+
+    def _tell(
+        self, step: Mapping[str, object], what: str, states: list[TaskState]
+    ) -> list[TaskState]:
+        """Have all servers do a step; while one is busy, return the ``states`` so far.
+
+        A server that was started again may have begun what another client asked for,
+        which gives up when it finds the other servers busy.
+        """
+        try:
+            return self._ask(Kind.CHECKPOINT, step, what)
+        except RemoteError as exc:
+            if exc.kind != BusyError.__name__:
+                raise
+            return states
 
     def _cancel(self, number: int, what: str) -> None:
         """Have the servers that are there give up; wait until they write no more."""

@@ -18,6 +18,7 @@ sent again.
 
 import contextlib
 import logging
+import math
 import queue
 import time
 from collections import Counter, deque
@@ -27,6 +28,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from persia_torchrec import timeouts
 from persia_torchrec.arrays import Words
 from persia_torchrec.checkpoint import increment_log
 from persia_torchrec.checkpoint.background import Activity, BackgroundTask, CpuBudget
@@ -57,6 +59,7 @@ _CPU_FRACTION = 0.05  # that a dump and its writing take while requests for rows
 _DELTA_MS = 2  # how soon the server looks again whether an increment is written
 _AT_REST = "idle", "dumped", "loaded", "written", "dropped", "failed"
 _DELTA_PHASES = "writing", "ending", "freeing"
+_FIRST_STEPS = "checked", "unused"  # whose client has yet to ask for the next step
 _MAX_ENDED = 16  # tasks whose end is kept, for clients that ask after the next began
 _MAX_CHUNKS = 4
 _BLOCK_IDS = 2**20
@@ -359,6 +362,7 @@ class CheckpointService:
         # What earlier tasks have ended with, for clients that have yet to ask.
         self._ended: deque[tuple[int, TaskState]] = deque(maxlen=_MAX_ENDED)
         self._stream = 0  # of the client that has begun it
+        self._clock, self._asked_s = activity.clock, -math.inf  # about the task
         self._budget = CpuBudget(_CPU_FRACTION, activity)
         self._increments = Increments(config, store, activity)
         shard, num_shards = config.shard, config.num_shards
@@ -452,6 +456,8 @@ class CheckpointService:
                 self.cancel("it was cancelled")
         if request.task != self._task:
             return TaskState("idle", 0.0)
+        if request.do != "cancel":
+            self._asked_s = self._clock()
         return self._state()
 
     def _begin(self, request: CheckpointRequest) -> None:
@@ -507,6 +513,7 @@ class CheckpointService:
 
     def cancel(self, why: str) -> None:
         """End a dump or delta; end a load, unless it has begun to fill the store."""
+        self._asked_s = -math.inf
         if self._delta is not None:
             self._delta.fail(why)
         if self._dump is not None:
@@ -609,7 +616,8 @@ class CheckpointService:
         return self.is_loading or (task is not None and task.phase in phases)
 
     def _require_idle(self) -> None:
-        if self._is_running:
+        is_held = self._clock() - self._asked_s < timeouts.CHECKED_S
+        if self._is_running or (is_held and self._state().phase in _FIRST_STEPS):
             raise BusyError(
                 "A server dumps or loads one checkpoint at a time, and one is running. "
                 "Wait for its end, or cancel it."

@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 
 from persia_torchrec.checkpoint.load import ShardLoad
+from persia_torchrec.client import checkpoint_client
 from persia_torchrec.embedding.optim import SGD, Adagrad
 from persia_torchrec.errors import RemoteError
+from persia_torchrec.rpc.messages import Header, Kind, encode_json
+from persia_torchrec.server.checkpoint_service import ShardDump
 from persia_torchrec.table import TableSpec
+from tests.support.processes import wait_until
 from tests.support.servers import DEADLINE_S
 
 pytestmark = pytest.mark.slow
@@ -74,3 +78,30 @@ def test_a_table_that_is_added_while_a_load_is_checked_must_fit(
     with pytest.raises(RemoteError, match=r"table 'item' must have dim"):
         task.wait(DEADLINE_S)
     assert late.num_rows() == [0, 0]
+
+
+def test_a_load_waits_for_what_has_begun_on_a_server_that_gave_it_up(
+    servers, running, client, tmp_path, monkeypatch
+):
+    is_checked, may_check = hold_back(monkeypatch, ShardLoad, "check")
+    is_written, may_write = hold_back(monkeypatch, ShardDump, "_write")
+    _, may_ask = hold_back(monkeypatch, checkpoint_client.Task, "pause")
+    task = client.checkpoints.start_load(tmp_path / "saved")
+    assert is_checked.wait(DEADLINE_S)
+    server = running[0].server
+    ours, other = server.shard.checkpoints._task, servers.client(running)
+
+    def ask(**request):  # as a restart of the server, then another client
+        frames = [encode_json(request)]
+        other._servers.send(0, Header(Kind.CHECKPOINT), frames, "test").frames()
+
+    ask(do="cancel", task=ours)
+    ask(do="dump", task=1, folder=str(tmp_path))
+    assert is_written.wait(DEADLINE_S)
+    may_ask.set()
+    counts = server.shard.counts
+    wait_until(lambda: counts["requests_refused"], "the load finds the server busy")
+    may_write.set()
+    may_check.set()
+    assert task.wait(DEADLINE_S).num_rows == len(IDS)
+    assert (client.read("item", IDS) == 1).all()

@@ -12,7 +12,7 @@ from persia_torchrec.checkpoint.background import Activity
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
-from persia_torchrec.errors import CheckpointError, FrameError, PersiaError
+from persia_torchrec.errors import BusyError, CheckpointError, FrameError, PersiaError
 from persia_torchrec.rpc.messages import Kind, decode_json, encode_json
 from persia_torchrec.server.checkpoint_service import (
     CheckpointRequest,
@@ -192,6 +192,32 @@ def test_trainers_that_start_again_end_what_earlier_ones_have_begun(checkpoints)
     assert state.error.message == (
         "The dump ended early: the group of trainers was started again."
     )
+
+
+def test_no_other_task_begins_between_the_check_and_the_load(
+    checkpoints, clock, servers, tmp_path
+):
+    end_dump(checkpoints)
+    client = servers.client(servers.start())
+    folder = client.checkpoints.dump(tmp_path).path
+
+    def ask(do, task):
+        return checkpoints.handle(CheckpointRequest(do=do, task=task, folder=folder))
+
+    def is_checked():
+        return ask("check", 8).phase == "checked"
+
+    wait_until(is_checked, "the checkpoint is checked")
+    clock.now_s += 4
+    with pytest.raises(BusyError, match="one checkpoint at a time"):
+        ask("dump", 9)
+    assert ask("progress", 8).phase == "checked"
+    clock.now_s += 6  # the client is gone
+    assert ask("check", 9).phase in ("checking", "checked")
+    assert ask("progress", 8).phase == "idle"
+    wait_until(lambda: ask("check", 9).phase == "checked", "it is checked again")
+    ask("cancel", 9)
+    assert ask("dump", 10).phase == "dumping"
 
 
 def begin_a_load(servers, tmp_path, monkeypatch):
