@@ -428,6 +428,15 @@ class CheckpointClient:
 
         self._start("drop", work).wait()
 
+    def clear(self, timeout_s: float) -> None:
+        """Drop all rows: ``EmbeddingClient.clear``. Dumps that have begun fail."""
+
+        def work(task: Task[Any]) -> None:
+            self._wait_for_earlier(task, "clear", time.monotonic() + timeout_s)
+            self._servers.ask(Kind.CLEAR, None, "clear")
+
+        self._start("clear", work).wait()
+
     def end_increments(self, *, timeout_s: float) -> None:
         """End the increments of servers that write any, and wait.
 

@@ -1,6 +1,7 @@
 """Dumps, loads and changes that are begun side by side, in this or several clients."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from persia_torchrec.checkpoint.load import ShardLoad
 from persia_torchrec.client import checkpoint_client
 from persia_torchrec.embedding.optim import SGD, Adagrad
-from persia_torchrec.errors import RemoteError
+from persia_torchrec.errors import RemoteError, RequestTimeoutError
 from persia_torchrec.rpc.messages import Header, Kind, encode_json
 from persia_torchrec.server.checkpoint_service import ShardDump
 from persia_torchrec.table import TableSpec
@@ -78,6 +79,30 @@ def test_a_table_that_is_added_while_a_load_is_checked_must_fit(
     with pytest.raises(RemoteError, match=r"table 'item' must have dim"):
         task.wait(DEADLINE_S)
     assert late.num_rows() == [0, 0]
+
+
+def test_a_clear_comes_after_a_dump_that_has_not_begun(client, tmp_path, monkeypatch):
+    may_begin = threading.Event()
+    write_files = checkpoint_client.CheckpointClient._write_files
+
+    def write_later(self, *args):
+        assert may_begin.wait(DEADLINE_S)
+        return write_files(self, *args)
+
+    monkeypatch.setattr(checkpoint_client.CheckpointClient, "_write_files", write_later)
+    monkeypatch.setattr(ShardDump, "advance", lambda _: 0.0)
+    task = client.checkpoints.start_dump(tmp_path / "next")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "timeout_s", 0.1)
+        with pytest.raises(RequestTimeoutError, match="an earlier dump or load"):
+            client.clear()
+    with ThreadPoolExecutor() as pool:
+        clear = pool.submit(client.clear)
+        may_begin.set()
+        clear.result(DEADLINE_S)
+    with pytest.raises(RemoteError, match="ended early: the rows were dropped"):
+        task.wait(DEADLINE_S)
+    assert client.num_rows() == [0, 0]
 
 
 def test_a_load_waits_for_what_has_begun_on_a_server_that_gave_it_up(
