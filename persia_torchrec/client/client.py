@@ -123,6 +123,7 @@ class EmbeddingClient(OwnProcess):
         self.caches = Caches()
         self.checkpoints.caches = self.caches
         servers.set_renewal(self._renew)
+        self._changing = threading.RLock()  # so that all servers have one order
         self._renewing = threading.Lock()
         self._owned: dict[str, int] = {}  # ranks by table. guarded by _renewing
         self._joined: dict[int, _Joined] = {}  # by group. guarded by _renewing
@@ -201,30 +202,47 @@ class EmbeddingClient(OwnProcess):
         settings, later ones with the new settings. A table that a server has with
         another dim or another layout of optimizer state is rejected.
         """
-        answers = self._servers.ask(
-            Kind.ADD_TABLES,
-            added(specs),
-            f"adding tables {', '.join(spec.name for spec in specs)}",
-            answer=list[AddedTable],
-            timeout_s=timeouts.ADD_TABLES_S + self.recovery_s,
-        )
-        for answer in answers:
-            if len(answer) != len(specs):
-                raise WireError(
-                    f"The reply to ADD_TABLES must describe {len(specs)} tables. "
-                    f"Received: {len(answer)}."
-                )
-        for spec, *told in zip(specs, *answers, strict=True):
-            self._know(spec, told)
+
+        def add() -> None:
+            starts = self.incarnations
+            answers = self._servers.ask(
+                Kind.ADD_TABLES,
+                added(specs),
+                f"adding tables {', '.join(spec.name for spec in specs)}",
+                answer=list[AddedTable],
+                timeout_s=timeouts.ADD_TABLES_S + self.recovery_s,
+            )
+            for answer in answers:
+                if len(answer) != len(specs):
+                    raise WireError(
+                        f"The reply to ADD_TABLES must describe {len(specs)} tables. "
+                        f"Received: {len(answer)}."
+                    )
+            told = zip(*answers, strict=True)
+            self._know(
+                starts,
+                [
+                    (spec, of_table, True)
+                    for spec, of_table in zip(specs, told, strict=True)
+                ],
+            )
+
+        with self._changing:
+            self._servers.repeat(add)
 
     def learn_tables(self) -> list[TableSpec]:
         """Know the tables that all servers have, with the same dim; return them."""
-        hellos = self._servers.ask(Kind.HELLO, None, "tables", answer=ServerHello)
-        learnt = tables_of_all(hellos, self._servers.names)
-        for spec, of_table in learnt:
-            is_own = spec.name in self.tables and self.tables[spec.name].is_own
-            self._know(spec, of_table, is_own=is_own)
-        return [spec for spec, _ in learnt]
+
+        def learn() -> list[TableSpec]:
+            starts = self.incarnations
+            hellos = self._servers.ask(Kind.HELLO, None, "tables", answer=ServerHello)
+            learnt = tables_of_all(hellos, self._servers.names)
+            own = {name for name, table in self.tables.copy().items() if table.is_own}
+            self._know(starts, [(*found, found[0].name in own) for found in learnt])
+            return [spec for spec, _ in learnt]
+
+        with self._changing:
+            return self._servers.repeat(learn)
 
     def drop_table(self, name: str, timeout_s: float = timeouts.ADD_TABLES_S) -> None:
         """Drop a table on all servers: its rows, optimizer state, step and settings.
@@ -244,10 +262,11 @@ class EmbeddingClient(OwnProcess):
         Earlier pushes are applied with the previous rate, later ones with the new rate;
         another trainer's pushes get the new rate as soon as it is set.
         """
-        specs = map(self.table, list(self.tables if tables is None else tables))
-        changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
-        if changed:
-            self.add_tables(changed)
+        with self._changing:
+            specs = map(self.table, list(self.tables if tables is None else tables))
+            changed = [replace(s, optimizer=replace(s.optimizer, lr=lr)) for s in specs]
+            if changed:
+                self.add_tables(changed)
 
     def table(self, name: str) -> TableSpec:
         """Return a table that was added."""
@@ -463,10 +482,15 @@ class EmbeddingClient(OwnProcess):
         self._servers.repeat(partial(self._own, tables, None))
 
     def _own(self, tables: Sequence[str], rank: int | None) -> None:
+        starts = self.incarnations  # before their numbers
         replies = [
-            self._servers.send(server, Header(Kind.OWN), frames, "owning tables")
+            self._servers.send(
+                server,
+                Header(Kind.OWN, incarnation=starts[server]),
+                self._owner_frames(server, tables, rank),
+                "owning tables",
+            )
             for server in range(self.num_servers)
-            for frames in [self._owner_frames(server, tables, rank)]
         ]
         for reply in replies:
             reply.frames()
@@ -559,15 +583,16 @@ class EmbeddingClient(OwnProcess):
             self.caches.empty()
 
         def ask() -> int:
-            replies = []
+            replies, starts = [], self.incarnations  # before their numbers
             for server, number in enumerate(self.tables[table].numbers):
                 frames = [messages.encode_json({"table": number, "step": step})]
-                reply = self._servers.send(server, Header(Kind.STEP), frames, what)
-                replies.append(reply)
+                header = Header(Kind.STEP, incarnation=starts[server])
+                replies.append(self._servers.send(server, header, frames, what))
             steps: list[int] = [decode_json(reply.frames(), int) for reply in replies]
             return max(steps)
 
-        return self._servers.repeat(ask)
+        with self._changing:
+            return self._servers.repeat(ask)
 
     def read(self, table: str, ids: Ids, *, initial: bool | None = None) -> Floats:
         """Return weights and optimizer state of ids, float32 ``(U, D + S)``.
@@ -630,12 +655,20 @@ class EmbeddingClient(OwnProcess):
         self._servers.close()
 
     def _know(
-        self, spec: TableSpec, told: Sequence[AddedTable], *, is_own: bool = True
+        self,
+        starts: Sequence[int],
+        found: Iterable[tuple[TableSpec, Sequence[AddedTable], bool]],
     ) -> None:
-        """Note a table that all servers have, and what each tells of it."""
-        numbers = tuple(table.number for table in told)
-        wants_counts = any(table.wants_counts for table in told)
-        self.tables[spec.name] = KnownTable(spec, numbers, wants_counts, is_own)
+        """Note tables that all servers have: what each tells of them, and if own.
+
+        If a server has lost its rows since its ``starts``, its numbers are others.
+        """
+        with self._renewing:
+            self._servers.require_same(starts)
+            for spec, told, is_own in found:
+                numbers = tuple(table.number for table in told)
+                wants_counts = any(table.wants_counts for table in told)
+                self.tables[spec.name] = KnownTable(spec, numbers, wants_counts, is_own)
 
     def _note(self, joined: _Joined) -> None:
         """Note a group of this trainer; the lock is held."""

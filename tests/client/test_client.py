@@ -1,6 +1,6 @@
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
 
@@ -556,3 +556,36 @@ def test_the_reply_to_an_update_may_have_fields_of_another_version():
     assert parse_json(reply, PushOutcome, "a reply", ValueError) == PushOutcome(
         1, 0, 0, 2
     )
+
+
+def test_settings_that_two_threads_change_are_alike_on_all_servers(
+    servers, monkeypatch
+):
+    running = servers.start(2)
+    client = servers.client(running)
+    client.add_tables(TABLES)
+    send, is_between, may_go_on = (
+        client._servers.send,
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def send_later(server, header, *given, **more):
+        if server and header.kind is Kind.ADD_TABLES and not is_between.is_set():
+            is_between.set()
+            assert may_go_on.wait(DEADLINE_S)
+        return send(server, header, *given, **more)
+
+    monkeypatch.setattr(client._servers, "send", send_later)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(client.set_learning_rate, 0.5)
+        assert is_between.wait(DEADLINE_S)
+        second = pool.submit(client.set_learning_rate, 0.25)
+        wait([second], 0.2)  # it has ended by then unless it waits for the first
+        may_go_on.set()
+        first.result(DEADLINE_S)
+        second.result(DEADLINE_S)
+    stores = [server.server.shard.store for server in running]
+    rates = [[spec.optimizer.lr for spec in store.tables] for store in stores]
+    assert rates == [[0.25] * 3] * 2
+    assert client.table("item").optimizer.lr == 0.25

@@ -11,7 +11,7 @@ from persia_torchrec.client.bulk import Blocks, RowBlock
 from persia_torchrec.client.client import BatchNumber, EmbeddingClient
 from persia_torchrec.embedding.optim import SGD
 from persia_torchrec.errors import RemoteError, RestartedError
-from persia_torchrec.rpc.messages import Share
+from persia_torchrec.rpc.messages import Kind, Share
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
 from tests.support.ports import draw_port
@@ -95,6 +95,24 @@ def test_updates_in_doubt_are_lost_and_the_training_continues(server, caplog):
         assert (outcome.num_lost, outcome.num_gradients) == (0, 3)
         assert (pull(client, 3) == 6).all()
         assert client.counters()[0]["restored_rows"] == 3
+
+
+def test_a_server_lost_while_settings_change_has_them_too(server, monkeypatch):
+    with closing(server.connect()) as client:
+        ask, running = client._servers.ask, []
+
+        def ask_and_lose(kind, *given, **more):
+            answers = ask(kind, *given, **more)
+            if kind is Kind.ADD_TABLES and not running:
+                running.append(server.restart())
+                client.num_rows()  # as another thread, which renews the server
+            return answers
+
+        monkeypatch.setattr(client._servers, "ask", ask_and_lose)
+        client.set_learning_rate(2.0)
+        client.outcome(push(client, 0))
+        assert (client.read("item", IDS) == 5).all()
+        assert client.step("item") == 1
 
 
 SHARES = [Share(5, 1, rank, 2, 60_000) for rank in range(2)]
