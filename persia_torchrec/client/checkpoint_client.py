@@ -43,6 +43,7 @@ from persia_torchrec.errors import (
     PersiaError,
     RemoteError,
     RequestTimeoutError,
+    StoreError,
     WireError,
 )
 from persia_torchrec.job.member import JobMember
@@ -174,6 +175,7 @@ class CheckpointClient:
         self._fuller = ""  # URL of a checkpoint that has rows for which was no room
         self._order = threading.Lock()
         self._not_begun: list[threading.Event] = []  # set once the task has begun
+        self._num_loads = 0  # under way. guarded by _order
 
     @property
     def job(self) -> str:
@@ -345,8 +347,6 @@ class CheckpointClient:
         """
         folder = catalog.find_checkpoint(path, job=rules.job if rules else "")
         manifest = Manifest.read(folder)
-        self.caches.empty()
-        self.caches.restore(folder)
         logs = None if increments is None else Folder(increments).url
         request: dict[str, object] = {"folder": folder.url, "replace": replace}
         request["rules"] = msgspec.to_builtins(rules or LoadRules())
@@ -356,7 +356,10 @@ class CheckpointClient:
         what = f"load of {folder.url}"
 
         def work(task: Task[SavedCheckpoint]) -> SavedCheckpoint:
-            results = self._run_steps(task, steps, what, timeout_s, Loaded)
+            try:
+                results = self._run_steps(task, steps, what, timeout_s, Loaded)
+            finally:
+                self._count_load(-1)
             self._batches.continue_after(manifest.num_batches)
             if replace:
                 self.note_continued(manifest)
@@ -376,7 +379,27 @@ class CheckpointClient:
                 ),
             )
 
-        return self._start("load", work)
+        self._count_load(1)  # before caches are empty
+        try:
+            self.caches.empty()
+            self.caches.restore(folder)
+            return self._start("load", work)
+        except BaseException:
+            self._count_load(-1)
+            raise
+
+    def require_no_load(self) -> None:
+        """Raise StoreError if a load of this client is under way."""
+        if self._num_loads:
+            raise StoreError(
+                "A batch of cached tables must begin when no load of a checkpoint is "
+                "under way. Received: a batch before the end of a load. Call wait() of "
+                "what start_load has returned."
+            )
+
+    def _count_load(self, num: int) -> None:
+        with self._order:
+            self._num_loads += num
 
     def _note_left_out(
         self,

@@ -389,6 +389,7 @@ class RowCache(OwnProcess):
                 other.end_before(self._pools)
             self._own()
             self._owns = True
+        self.client.checkpoints.require_no_load()
         if self._checkpoint is not None:
             self._restore(number)
 
@@ -400,6 +401,7 @@ class RowCache(OwnProcess):
             while not self._freed.empty():
                 self._freed.get()
             with self.sending:
+                self.client.checkpoints.require_no_load()  # since `empty`
                 assigned = pool.map.assign(group, counts_U)
                 if assigned is not None:
                     missed = assigned.missed.slots

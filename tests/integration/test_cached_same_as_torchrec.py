@@ -38,11 +38,13 @@ from persia_torchrec import (
     save_checkpoint,
 )
 from persia_torchrec.checkpoint.folder import Folder
+from persia_torchrec.client.checkpoint_client import CheckpointClient
 from persia_torchrec.errors import (
     BatchError,
     CheckpointError,
     ConfigError,
     RequestTimeoutError,
+    StoreError,
 )
 from persia_torchrec.sharding import cache_snapshot
 from persia_torchrec.sharding.training_blocks import accumulate
@@ -60,6 +62,7 @@ from tests.integration.cached import (
     write_zeros,
 )
 from tests.integration.twins import plain_rows, shard_plain, train
+from tests.support.processes import DEADLINE_S
 from tests.support.remote_job import (
     CPU,
     META,
@@ -288,6 +291,27 @@ def test_rows_of_a_checkpoint_that_have_not_come_are_not_trained(
         patch.setattr(job.client, "begin_pull", late)
         with pytest.raises(RequestTimeoutError):
             step(model, 1)
+    assert (step(model, 1) == -0.5).all()
+
+
+def test_a_batch_before_the_end_of_a_load_is_an_error(job, tmp_path, monkeypatch):
+    model, sharders = one_table(job.client, cache=Cache(rows=30))
+    write_zeros(job.client)
+    step(model, 1)
+    save_checkpoint(tmp_path, {"model": model}, job.client, sharders)
+    step(model, 1)
+    may_load, run_steps = threading.Event(), CheckpointClient._run_steps
+
+    def run_later(self, *args):
+        assert may_load.wait(DEADLINE_S)
+        return run_steps(self, *args)
+
+    monkeypatch.setattr(CheckpointClient, "_run_steps", run_later)
+    task = job.client.checkpoints.start_load(tmp_path)
+    with pytest.raises(StoreError, match="before the end of a load"):
+        step(model, 1)
+    may_load.set()
+    task.wait(DEADLINE_S)
     assert (step(model, 1) == -0.5).all()
 
 
