@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -560,15 +560,18 @@ class EmbeddingClient(OwnProcess):
         the later one counts. So it is with all rows of a server that loses its memory
         meanwhile. One block per server, of at most ``block_rows`` rows, is in memory.
         """
-        self.caches.flush()
-        spec = self.table(table)
+        self.table(table)  # or a ConfigError
         if block_rows < 1:
             raise BatchError(
                 f"A block must have at least 1 row. Received: {block_rows}."
             )
-        return Blocks(
-            partial(export_blocks, self._servers, self.tables, spec, block_rows)
-        )
+
+        def begin() -> Iterator[RowBlock]:
+            self.caches.flush()
+            spec = self.table(table)
+            return export_blocks(self._servers, self.tables, spec, block_rows)
+
+        return Blocks(begin)
 
     def step(self, table: str, step: int | None = None) -> int:
         """Return how many updates a table has had: the ``t`` of Adam and its kin.

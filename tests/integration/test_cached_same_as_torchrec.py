@@ -294,6 +294,16 @@ def test_rows_of_a_checkpoint_that_have_not_come_are_not_trained(
     assert (step(model, 1) == -0.5).all()
 
 
+def test_blocks_of_an_export_have_what_was_trained_before_they_are_read(job):
+    model, _ = one_table(job.client, cache=Cache(rows=30))
+    write_zeros(job.client)
+    blocks = job.client.export("user")
+    for weight in (-0.5, -1.0):
+        step(model, 1)
+        trained = np.concatenate([block.weights[block.ids == 1] for block in blocks])
+        assert trained.tolist() == [[weight] * 16]
+
+
 def test_a_batch_before_the_end_of_a_load_is_an_error(job, tmp_path, monkeypatch):
     model, sharders = one_table(job.client, cache=Cache(rows=30))
     write_zeros(job.client)
