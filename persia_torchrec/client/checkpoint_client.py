@@ -329,7 +329,8 @@ class CheckpointClient:
         on one of them changes nothing on any. Then they fill their stores, and reject
         requests for rows meanwhile. Tables that the servers know keep their settings,
         others get those of the checkpoint. If there are more rows than room, those are
-        left out that would leave first.
+        left out that would leave first. A batch of tables that this process caches is
+        an error until the task has ended.
 
         Args:
             path: of a checkpoint, or of a folder with several, for its latest complete.
