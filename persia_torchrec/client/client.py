@@ -298,8 +298,8 @@ class EmbeddingClient(OwnProcess):
         server that has answered one before answers it again, and changes nothing; a row
         evicted since reads its initial value.
 
-        ``with_state``, in a ``batch``, reads weights and optimizer state of tables that
-        have one row an id, those of a group of one width; else it is a ConfigError.
+        ``with_state`` reads weights and optimizer state of tables that have one row an
+        id, those of a group of one width; else it is a ConfigError.
         Such a pull is complete: no :meth:`push` follows, rows are written back by
         :meth:`write_rows`. See :meth:`PendingRows.use` for ids without a row.
 
@@ -333,8 +333,6 @@ class EmbeddingClient(OwnProcess):
             check_counts(groups, counts)
         widths = known.dims
         if with_state:
-            if batch is None:
-                raise BatchError("A pull with state must have a batch. Received: none.")
             require_one_width(groups, known)
             widths, flags = known.widths, flags | messages.STATE
         number = (batch or BatchNumber(0, 0))[:2]

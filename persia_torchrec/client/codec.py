@@ -462,10 +462,11 @@ class ServerRows(NamedTuple):
 
 
 class LookedUpUse(NamedTuple):
-    """Of each group: which ids have no row, as they are not admitted; its frequencies.
+    """Of each group: which ids have no row, and its frequencies.
 
-    Positions among the ids of the group, int64 ``(K,)``; they must not be written back.
-    How often each id was used, uint32 ``(U,)``; 0 where the table does not keep it.
+    Positions among the ids of the group, int64 ``(K,)``; in training they are not
+    admitted, and must not be written back. How often each id was used, uint32 ``(U,)``;
+    0 where the table does not keep it.
     """
 
     unadmitted: list[npt.NDArray[np.int64]]

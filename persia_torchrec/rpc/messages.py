@@ -41,9 +41,9 @@ The frames after it, by kind:
                         sends no more shares, or ""}
                      2: a share: the first that this trainer will send
     reply to LOOKUP  1: rows of the ids, in the precision of the header
-                     2: (with bit 3) uint32, ascending, which ids have no row, as they
-                        are not admitted: they read what a row begins with, with the
-                        weights of the table's unadmitted_value
+                     2: (with bit 3) uint32, ascending, which ids have no row, in
+                        training those that are not admitted: they read what a row
+                        begins with, with the weights of the table's unadmitted_value
                      3: uint32, how often each id was used; empty if no table keeps it
     reply to READ    1, one per segment: float32 weights and optimizer state; zeros, or
                         with bit 5 what an id without a row would begin with

@@ -123,9 +123,8 @@ def _look_up_states(shard: Shard, header: Header, lookup: _Lookup) -> Frames:
 
     It opens no batch: its client writes the rows back.
     """
-    if not header.flags & messages.TRAINING:
-        raise BatchError("A lookup must be for training to read optimizer state.")
     batch, part = _batch_of(header), header.flags >> messages.PART_SHIFT
+    is_training = bool(header.flags & messages.TRAINING)
     store, asked, group = (
         shard.store,
         lookup.asked,
@@ -134,13 +133,15 @@ def _look_up_states(shard: Shard, header: Header, lookup: _Lookup) -> Frames:
     num_ids = len(asked.ids) if group.has_metadata else 0
     frequencies_N = np.zeros(num_ids, dtype=np.uint32)
     unadmitted = np.empty(0, dtype=np.int64)
-    if shard.streams.was_looked_up(batch, part):
-        unadmitted = _repeat_lookup(store, lookup, header.batch, with_state=True)
+    if not is_training or shard.streams.was_looked_up(batch, part):
+        number = header.batch if is_training else None
+        unadmitted = _repeat_lookup(store, lookup, number, with_state=True)
         for t, (table, ids_N) in enumerate(asked.pieces() if num_ids else ()):
             if store.states[table].has_metadata:
                 found = store.metadata(table, ids_N).frequency
                 frequencies_N[asked.starts[t] : asked.starts[t + 1]] = found
-        shard.counts["requests_repeated"] += 1
+        kind = "requests_repeated" if is_training else "requests_lookup_inference"
+        shard.counts[kind] += 1
     else:
         with store.rows.transaction() as change:
             slots_N = store.lookup_states(
@@ -186,11 +187,16 @@ def _read_lookup(shard: Shard, request: ShardRequest) -> _Lookup:
 
 
 def _repeat_lookup(
-    store: EmbeddingStore, lookup: _Lookup, batch: int, *, with_state: bool = False
+    store: EmbeddingStore,
+    lookup: _Lookup,
+    batch: int | None,
+    *,
+    with_state: bool = False,
 ) -> npt.NDArray[np.int64]:
     """Answer a training lookup once more, and change nothing.
 
-    Returns the positions of ids that have no row because they are not admitted.
+    Returns the positions of ids that have no row because they are not admitted; those
+    of all ids without a row, if there was no such batch.
 
     A row that was evicted since then reads its initial value. That is what it gave if
     it was new, as it was as a rule: the newest are the least frequent ones. One that
@@ -217,7 +223,9 @@ def _repeat_lookup(
             out_NW[:] = store.read(table, ids_N)
         gone = np.flatnonzero(store.find(table, ids_N) == memory.MISSING)
         if len(gone) and not state.spec.shared_rows:
-            was_admitted = state.was_admitted(ids_N[gone], batch)
+            was_admitted = np.zeros(len(gone), dtype=np.bool_)
+            if batch is not None:
+                was_admitted = state.was_admitted(ids_N[gone], batch)
             others, gone = gone[~was_admitted], gone[was_admitted]
             begun = initial_rows(state.spec, ids_N[gone])
             out_NW[gone] = begun[:, : out_NW.shape[1]]

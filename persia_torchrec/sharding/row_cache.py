@@ -264,7 +264,7 @@ class RowCache(OwnProcess):
         """
         self._checkpoint = folder
 
-    def _restore(self, number: BatchNumber) -> None:
+    def _restore(self) -> None:
         """Take the rows of a run that is resumed, while no batch has any."""
         with self._sharing:
             folder = self._checkpoint
@@ -273,7 +273,7 @@ class RowCache(OwnProcess):
             if not any(pool.batches for pool in self.pools):
                 read = cache_snapshot.read(folder, self.pools, self.settings)
                 for found in read:
-                    self._restore_pool(found, number)
+                    self._restore_pool(found)
                 for found in read:  # all are there
                     pool = found.pool
                     pool.batches, pool.most_rows = found.batches, found.most_rows
@@ -281,9 +281,8 @@ class RowCache(OwnProcess):
                         self._shared_at = None  # it was done in that run
             self._checkpoint = None
 
-    def _restore_pool(
-        self, found: cache_snapshot.PoolSnapshot, number: BatchNumber
-    ) -> None:
+    def _restore_pool(self, found: cache_snapshot.PoolSnapshot) -> None:
+        """Read rows as the servers have them; those that left there are not cached."""
         pool = found.pool
         with self.sending:
             pool.resize(found.num_slots)
@@ -294,7 +293,7 @@ class RowCache(OwnProcess):
             for start in range(0, len(moves.slots), num):
                 chosen_N = np.zeros(len(moves.slots), dtype=np.bool_)
                 chosen_N[start : start + num] = True
-                self._load([(pool, _chosen(moves, chosen_N))], number)
+                self._load([(pool, _chosen(moves, chosen_N))], None)
                 pool.loading[id(moves)] = moves.slots[start + num :]
         except BaseException:
             pool.map.forget()  # rows that have not come; the next batch begins again
@@ -391,7 +390,7 @@ class RowCache(OwnProcess):
             self._owns = True
         self.client.checkpoints.require_no_load()
         if self._checkpoint is not None:
-            self._restore(number)
+            self._restore()
 
     def _assign(self, pool: Pool, group: IdGroup, counts_U: Counts) -> Assigned:
         """Assign slots, when earlier batches have left enough; write what leaves."""
@@ -428,13 +427,17 @@ class RowCache(OwnProcess):
             with contextlib.suppress(queue.Empty):
                 self._freed.get(timeout=max(give_up_s - time.monotonic(), 0))
 
-    def _load(self, missed: list[tuple[Pool, Moves]], number: BatchNumber) -> None:
-        generation = number.stream >> GENERATION_SHIFT
-        stream = self._streams.get(generation)
-        if stream is None:  # servers reopen no batch of it when they come back
-            stream = BatchNumber.new_stream(generation)
-            self._streams = {generation: stream}
-        number = BatchNumber(stream, number.batch)
+    def _load(
+        self, missed: list[tuple[Pool, Moves]], number: BatchNumber | None
+    ) -> None:
+        """Look rows up into their slots; without a batch, the servers make none."""
+        if number is not None:
+            generation = number.stream >> GENERATION_SHIFT
+            stream = self._streams.get(generation)
+            if stream is None:  # servers reopen no batch of it when they come back
+                stream = BatchNumber.new_stream(generation)
+                self._streams = {generation: stream}
+            number = BatchNumber(stream, number.batch)
         groups = [moves.group for _, moves in missed]
         counts = [moves.counts for _, moves in missed]
         while True:
@@ -449,7 +452,7 @@ class RowCache(OwnProcess):
             missed, rows, asked.use.frequencies, asked.use.unadmitted, strict=True
         ):
             pool.scatter(moves.slots, rows_NW, frequencies_N)
-            # These are of this batch alone, and are not written.
+            # These have no row: they are of this batch alone, and are not written.
             pool.map.forget_slots(moves.slots[unadmitted])
 
     def _follow_restarts(self) -> list[int]:

@@ -72,6 +72,29 @@ def test_new_rows_with_state_are_what_rows_begin_with(servers):
     assert sum(client.num_rows()) == len(IDS)
 
 
+def test_without_a_batch_rows_with_state_are_read_and_nothing_changes(servers):
+    client = connect(servers, 2, capacity_rows=500)
+    client.pull(groups_of(client, "item", ids=ids_of(3)), batch=BatchNumber(1, 0))
+    before = client.counters()
+    pending = client.begin_pull(
+        groups_of(client, "item", "rare", ids=ids_of(3, 4)),
+        *(None, Precision.FP32, None),
+        with_state=True,
+    )
+    ids_U = client.split(ids_of(3, 4)).ids
+    (has_row,) = np.nonzero(ids_U == 3)
+    items, _ = pending.rows()
+    assert np.array_equal(items[has_row], client.read("item", ids_of(3)))
+    without_row, all_of_rare = pending.use.unadmitted
+    assert ids_U[without_row].tolist() == [4]
+    assert all_of_rare.tolist() == [0, 1]
+    assert pending.use.frequencies[0].tolist() == (ids_U == 3).tolist()
+    changed = "rows", "misses", "evictions", "requests_repeated"
+    for old, new in zip(before, client.counters(), strict=True):
+        assert [old[name] for name in changed] == [new[name] for name in changed]
+    assert client.metadata("item", ids_of(3)).frequency.tolist() == [1]
+
+
 @pytest.mark.slow
 def test_ids_that_are_not_admitted_are_named_and_read_a_new_state(servers):
     client = connect(servers, 2)
@@ -219,8 +242,6 @@ def test_requests_that_make_no_sense_are_rejected(servers):
     )
     with pytest.raises(ConfigError, match=r"'item', 'user'.*groups of their own"):
         client.pull([both], batch=batch, with_state=True)
-    with pytest.raises(BatchError, match="state must have a batch"):
-        client.pull([("item", split)], with_state=True)
     with pytest.raises(BatchError, match=r"rows must have the shape \(1, 5\)"):
         client.write_rows([("item", split)], [rows[0][:, :4]])
     with pytest.raises(BatchError, match="counts must be uint32"):

@@ -48,6 +48,7 @@ from persia_torchrec.errors import (
 )
 from persia_torchrec.sharding import cache_snapshot
 from persia_torchrec.sharding.training_blocks import accumulate
+from persia_torchrec.table import TableSpec
 from tests.integration.cached import (
     CASES,
     DIMS,
@@ -62,6 +63,7 @@ from tests.integration.cached import (
     write_zeros,
 )
 from tests.integration.twins import plain_rows, shard_plain, train
+from tests.support.groups import alone
 from tests.support.processes import DEADLINE_S
 from tests.support.remote_job import (
     CPU,
@@ -272,6 +274,28 @@ def test_a_run_that_is_resumed_has_the_same_rows_leave_next(job, tmp_path):
             assert np.array_equal(found, expected)
             assert (found < 0).any()
             assert (found >= 0).any()
+
+
+def test_a_run_that_is_resumed_moves_no_row_of_full_servers(tmp_path):
+    with alone(), Servers(1, 8) as servers, ExitStack() as stack:
+        client, other = (
+            stack.enter_context(closing(EmbeddingClient.connect(servers.addresses)))
+            for _ in range(2)
+        )
+        model, sharders = one_table(client, cache=Cache(rows=4))
+        step(model, 1, 2, 3)
+        for each in (client, other):
+            each.add_tables([TableSpec(name="other", dim=16, optimizer=SGD(1.0))])
+        ids, rows = np.arange(8, dtype="u8"), np.ones((8, 16), dtype=np.float32)
+        other.write("other", ids[:5], rows[:5])
+        sharders.flush()  # 1, 2 and 3 are used last
+        other.write("other", ids[:7], rows[:7])  # 1 and 2 leave
+        save_checkpoint(tmp_path, {"model": model}, client, sharders)
+        model, sharders = one_table(client, cache=Cache(rows=4))
+        load_checkpoint(tmp_path, {"model": model}, client)
+        step(model, 4)
+        assert client.count_ids("user")[1].tolist() == [4]  # 3 left for it
+        assert sorted(other.count_ids("other")[1].tolist()) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_rows_of_a_checkpoint_that_have_not_come_are_not_trained(
