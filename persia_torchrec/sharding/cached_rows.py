@@ -124,7 +124,9 @@ class CachedBatch(DeviceBatch):
         left = [g for group, g in enumerate(grads) if group not in self._held]
         steps = []
         for (group, held), bags in zip(self._held.items(), graphs, strict=True):
-            if not held.pool.follow(specs):  # it is not frozen
+            if held.pool.follow(specs):  # frozen: servers learn that rows were used
+                held.pool.map.mark_dirty(held.slots)
+            else:
                 steps.append((held, bags, grads[group]))
         return left, Steps(steps)
 

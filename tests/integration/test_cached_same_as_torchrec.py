@@ -298,6 +298,26 @@ def test_a_run_that_is_resumed_moves_no_row_of_full_servers(tmp_path):
         assert sorted(other.count_ids("other")[1].tolist()) == [0, 1, 2, 3, 4, 5, 6]
 
 
+def test_rows_of_a_frozen_table_that_are_used_stay_on_full_servers():
+    with alone(), Servers(1, 8) as servers, ExitStack() as stack:
+        client, other = (
+            stack.enter_context(closing(EmbeddingClient.connect(servers.addresses)))
+            for _ in range(2)
+        )
+        model, sharders = one_table(client, cache=Cache(rows=4))
+        step(model, 1)
+        learnt = client.read("user", np.array([1], dtype="u8"))
+        sharders.freeze()
+        other.add_tables([TableSpec(name="other", dim=16, optimizer=SGD(1.0))])
+        for id_ in range(12):
+            step(model, 1)
+            sharders.flush()
+            ids, rows = np.array([id_], dtype="u8"), np.ones((1, 16), np.float32)
+            other.write("other", ids, rows)
+        rows = client.read("user", np.array([1], dtype="u8"), initial=False)
+        assert np.array_equal(rows, learnt)
+
+
 def test_rows_of_a_checkpoint_that_have_not_come_are_not_trained(
     job, tmp_path, monkeypatch
 ):
