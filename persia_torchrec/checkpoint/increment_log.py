@@ -340,9 +340,8 @@ def draw_name(shard: int, num_shards: int) -> str:
 def read_base(logs: Folder) -> tuple[Folder, Manifest] | None:
     """Return the base, if all servers have written their part of it."""
     folder = base_of(logs)
-    with contextlib.suppress(CheckpointError):  # none, or one of another version
-        return folder, Manifest.read(folder)
-    return None
+    manifest = _read_manifest(folder)
+    return None if manifest is None else (folder, manifest)
 
 
 def is_newer(first: Manifest, second: Manifest, lines: Sequence[Line]) -> bool:
@@ -380,7 +379,8 @@ def newer_base(
 def add_to_base(folder: Folder, part: DumpResult, shard: int, num_shards: int) -> None:
     """Make a file part of the base; of its server only the one before it stays.
 
-    The manifest that another server writes meanwhile may still name that.
+    The manifest that another server writes meanwhile may still name that; and one that
+    lacks an entry stays, with its files.
     """
     entry = f"{_prefix(shard, num_shards)}.json"
     kept = {part.shard.file}
@@ -397,14 +397,31 @@ def add_to_base(folder: Folder, part: DumpResult, shard: int, num_shards: int) -
         Manifest(tables, shards, datetime.now(UTC).isoformat()).write(folder)
         if [p.shard for p in _read_parts(folder, num_shards)] == list(shards):
             break  # else another server has written an entry meanwhile
+    if (found := _read_manifest(folder)) is not None:
+        kept |= {named.file for named in found.shards}
     own = re.compile(rf"{_prefix(shard, num_shards)}-[0-9a-f]+\.rows")
     for name in folder.names():
         if own.fullmatch(name) and name not in kept:
             folder.remove(name)
 
 
+def end_entry(logs: Folder, shard: int, num_shards: int) -> None:
+    """Take the entry of a server out of the base, before it drops a table.
+
+    The manifest stays as it is until all servers have new entries: with rows of one
+    server before the drop, and of another after it, it would mix two tables.
+    """
+    base_of(logs).remove(f"{_prefix(shard, num_shards)}.json")
+
+
 def _prefix(shard: int, num_shards: int) -> str:
     return f"shard-{shard:05d}-of-{num_shards:05d}"
+
+
+def _read_manifest(folder: Folder) -> Manifest | None:
+    with contextlib.suppress(CheckpointError):  # none, or one of another version
+        return Manifest.read(folder)
+    return None
 
 
 def _read_parts(folder: Folder, num_shards: int) -> list[DumpResult]:

@@ -185,7 +185,7 @@ class TableDrop:
         if not increments.is_writing:
             return True
         if self._cut is None or increments.has_flushed_since(self._cut):
-            self._cut = increments.end_increment()
+            self._cut = increments.end_increment(before_drop=True)
         return self._cut is not None and (
             increments.ended_before(self._cut) is not None
         )

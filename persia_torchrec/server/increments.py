@@ -89,7 +89,8 @@ class IncrementWriter(BackgroundTask):
     ``number`` is that of the increment which is being written, or will be next.
     ``inbox`` has flush requests until they are written. When a dump has begun, which
     ``retention`` is told, and when ``prune_wanted`` is set, increments are deleted that
-    no complete checkpoint needs. ``ending`` makes the thread write what is left.
+    no complete checkpoint needs. When ``drop_begins`` is set, this server's entry is
+    taken out of the base. ``ending`` makes the thread write what is left.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class IncrementWriter(BackgroundTask):
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.increments_queue)
         self.retention = Retention(folder, log, config.own_urls)
         self.prune_wanted = threading.Event()
+        self.drop_begins = threading.Event()
         self.ending = threading.Event()
         self._wanted: deque[tuple[int, Copy]] = deque()
         self._copied: queue.SimpleQueue[tuple[int, Block]]
@@ -161,6 +163,9 @@ class IncrementWriter(BackgroundTask):
                 if self.prune_wanted.is_set():
                     self.prune_wanted.clear()
                     self.retention.apply(counts_begun=True)
+                if self.drop_begins.is_set():
+                    self.drop_begins.clear()
+                    increment_log.end_entry(self._logs, log.shard, log.num_shards)
                 if self._head is not None and (is_last or self._begins()):
                     self._write_next(self._head)
                 elif is_last:
@@ -334,15 +339,18 @@ class Increments:
         if self._writer is not None:
             self._writer.prune_wanted.set()
 
-    def end_increment(self) -> int | None:
+    def end_increment(self, *, before_drop: bool = False) -> int | None:
         """Begin an increment to which nothing later is added; return its last cut.
 
-        None: it must wait, as no log is written, too much is still to be written, or
-        blocks that ids have lost are to be freed.
+        If a table is dropped after it (``before_drop``), the base loses this server's
+        entry before it is written. None: it must wait, as no log is written, too much
+        is still to be written, or blocks that ids have lost are to be freed.
         """
         writer = self._writer
         if writer is None or writer.error is not None or not self._may_cut(writer):
             return None
+        if before_drop:
+            writer.drop_begins.set()
         self._flush(writer, is_due=True, is_last=True)
         number, _ = self._cuts[-1]
         return number

@@ -18,8 +18,11 @@ from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import restore
 from persia_torchrec.errors import CheckpointError
 from persia_torchrec.server import increments
+from persia_torchrec.server.checkpoint_service import BaseDump
 from persia_torchrec.server.config import ServerConfig
+from persia_torchrec.server.increments import Increments
 from tests.support.increments import (
+    ITEM,
     OTHER,
     Training,
     become_equal,
@@ -166,6 +169,54 @@ def test_no_delta_is_saved_whose_increments_were_deleted(training):
     task = training.client.checkpoints.start_delta(Folder(first), timeout_s=60)
     with pytest.raises(CheckpointError, match="Save a whole checkpoint"):
         task.wait(60)
+
+
+@pytest.mark.parametrize("dim", [4, 6])
+def test_no_base_mixes_rows_before_and_after_a_drop(
+    servers, tmp_path, monkeypatch, dim
+):
+    wanting = set()  # shards
+    begin = Increments.begin_base
+    wants = property(lambda self: self._config.shard in wanting)
+    monkeypatch.setattr(Increments, "wants_base", wants)
+
+    def begin_wanted(self):
+        wanting.discard(self._config.shard)
+        return begin(self)
+
+    monkeypatch.setattr(Increments, "begin_base", begin_wanted)
+    training = Training(servers, tmp_path)
+    training.dump()
+    training.write(*range(40))
+
+    def write_base(shard):
+        service = training.running[shard].server.shard.checkpoints
+        wanting.add(shard)
+        wait_until(
+            lambda: shard not in wanting and not isinstance(service._dump, BaseDump),
+            "the server has written its part",
+        )
+
+    for shard in (0, 1):
+        write_base(shard)
+    training.client.drop_table("item")
+    training.client.add_tables([replace(ITEM, dim=dim)])
+    training.write(*range(30, 50))
+    write_base(1)
+    training.write(*range(45, 55))
+    expected = training.client.read("item", IDS)
+
+    def are_read():
+        client = servers.client(servers.start(3))
+        client.checkpoints.load(training.run, increments=training.logs)
+        client.learn_tables()
+        return np.array_equal(client.read("item", IDS), expected)
+
+    assert are_read()
+    _, manifest = read_base(Folder(training.logs))
+    write_base(0)
+    assert read_base(Folder(training.logs))[1] != manifest
+    assert are_read()
 
 
 def test_there_is_none_where_it_is_turned_off(servers, tmp_path):
