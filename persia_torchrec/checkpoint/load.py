@@ -421,7 +421,8 @@ class ShardLoad(BackgroundTask):
             known,
             self.rules,
             may_share=self._logs is None,
-            replaces=self._replaces,
+            # A training drops tables, and adds others; inference follows.
+            replaces=self._replaces and self._target.has_state,
         )
         self._has_changed = bool(self.rules.rename) or any(
             has_changed(plan, known.get(name, plan.spec))

@@ -382,6 +382,18 @@ def behind(servers, tmp_path, caplog, monkeypatch):
     served.close()
 
 
+def reloads(served):
+    served.work(100)
+    return served.counters()["following_reloads"] == 1
+
+
+def test_a_follower_continues_from_a_checkpoint_without_a_table_that_it_has(behind):
+    served, *_, dump_next = behind
+    finish(served)
+    dump_next()
+    wait_until(lambda: reloads(served), "the next checkpoint is read")
+
+
 def test_a_follower_stops_at_tables_that_clients_know_by_other_numbers(behind, caplog):
     served, dump_next = behind
     dump_next()
