@@ -52,6 +52,7 @@ _CPU_FRACTION_BEHIND = 0.4  # more of it, for each increment that waits to be ap
 _LOADING_POLL_MS = 20  # how often the progress of the load is checked
 _MAX_EVENTS = 2
 _CHECK_S = 0.1
+_APPLIED_POLL_S = 0.005
 
 FollowerEvent = Increment | tuple[EmbeddingStore, Folder, float] | None
 """This server's part of an increment, or a store that replaces the current one, its
@@ -115,6 +116,9 @@ class Follower(BackgroundTask):
     def _read_checkpoint(self, folder: Folder) -> str:
         """Read a checkpoint into a store, which is handed over; return its date."""
         store = self._config.make_store()
+        while self.events.unfinished_tasks:  # which may add tables
+            self.require_not_cancelled()
+            self.cancelled.wait(_APPLIED_POLL_S)
         store.copy_tables(self._store)  # with the same numbers
         self.load = load = ShardLoad(folder, self._target, store)
         load.cancelled = self.cancelled
@@ -258,13 +262,6 @@ class Follower(BackgroundTask):
                 return
 
 
-def _names(store: EmbeddingStore) -> list[str]:
-    """Return the names of tables by number; dropped ones are named so."""
-    return [
-        f"{state.spec.name}{' (dropped)' * state.is_dropped}" for state in store.states
-    ]
-
-
 def _read_increment(logs: Folder, position: LogPosition) -> Increment | None:
     """Return the increment at a position; None if it does not exist yet."""
     folder = logs.child(position.log)
@@ -384,10 +381,7 @@ class ServedCheckpoint:
         elif self._has_credit(follower):
             with self._budget.spend():
                 try:
-                    if self._increment is not None:
-                        self._apply_slice(self._increment)
-                    elif not follower.events.empty():
-                        self._take(follower.events.get_nowait())
+                    self._advance(follower)
                 except PersiaError as exc:
                     logger.error(
                         "%s Lookups read the previous rows: restart the server.", exc
@@ -404,6 +398,17 @@ class ServedCheckpoint:
         num_waiting = follower.events.qsize()
         self._budget.fraction = _CPU_FRACTION + num_waiting * _CPU_FRACTION_BEHIND
         return self._budget.has_credit()
+
+    def _advance(self, follower: Follower) -> None:
+        """Take the next event, or apply a slice of the one that was taken."""
+        if self._increment is not None:
+            self._apply_slice(self._increment)
+        elif follower.events.empty():
+            return
+        else:
+            self._take(follower.events.get_nowait())
+        if self._increment is None:
+            follower.events.task_done()
 
     def _apply_slice(self, increment: Iterator[int]) -> None:
         num_rows = next(increment, None)
@@ -433,12 +438,6 @@ class ServedCheckpoint:
                     self._store, event, None, drops=self._drops
                 )
             case (store, folder, created_s):
-                names, received = (_names(of) for of in (self._store, store))
-                if received[: len(names)] != names:  # clients ask by number
-                    raise CheckpointError(
-                        f"The training's tables must begin with {names}. "
-                        f"Received: {received}."
-                    )
                 logger.info("serving %s", folder.url)
                 self._store.take_rows_of(store)
                 self._folder, self._drops = folder, Drops()

@@ -378,7 +378,7 @@ def behind(servers, tmp_path, caplog, monkeypatch):
     training = servers.client(servers.start(increments_dir=logs))
     training.add_tables([ITEM])
     training.write("item", ids_of(1), np.ones((1, 4), np.float32))
-    yield served, lambda: training.checkpoints.dump(run)
+    yield served, training, lambda: training.checkpoints.dump(run)
     served.close()
 
 
@@ -394,10 +394,31 @@ def test_a_follower_continues_from_a_checkpoint_without_a_table_that_it_has(behi
     wait_until(lambda: reloads(served), "the next checkpoint is read")
 
 
-def test_a_follower_stops_at_tables_that_clients_know_by_other_numbers(behind, caplog):
-    served, dump_next = behind
+def test_a_next_checkpoint_changes_no_numbers_of_tables_that_are_not_served_yet(
+    behind, monkeypatch
+):
+    served, _, dump_next = behind
+    begins, make_store = threading.Event(), ServerConfig.make_store
+
+    def note_and_make(config):
+        begins.set()
+        return make_store(config)
+
+    monkeypatch.setattr(ServerConfig, "make_store", note_and_make)
     dump_next()
-    wait_until(lambda: "num_rows=1" in caplog.text, "the next checkpoint is read")
+    assert begins.wait(DEADLINE_S)
+    wait_until(lambda: reloads(served), "the next checkpoint is read")
+    wait_until(lambda: len(served._store.states) == 2 or served.work(0), "it is served")
+    assert [spec.name for spec in served._store.tables] == ["other", "item"]
+    assert "following_stopped" not in served.counters()
+
+
+def test_a_follower_stops_at_a_table_whose_rows_differ(behind, caplog):
+    served, training, dump_next = behind
+    dump_next()
+    wait_until(lambda: reloads(served), "the next checkpoint is read")
+    training.add_tables([replace(ITEM, name="other", dim=6)])
+    training.write("other", ids_of(1), np.ones((1, 6), np.float32))
 
     def has_stopped():
         served.work(100)
@@ -406,14 +427,15 @@ def test_a_follower_stops_at_tables_that_clients_know_by_other_numbers(behind, c
     wait_until(has_stopped, "the follower stops")
     assert not served.is_active
     assert re.search(
-        r"tables must begin with \['other'\]\. Received: \['item'\]\. "
+        r"table 'other' must have dim 4.* Received: dim 6.* "
         r"Lookups read the previous rows: restart the server\.",
         caplog.text,
     )
 
 
 def test_a_follower_ends_while_it_reads_a_checkpoint(behind, caplog, monkeypatch):
-    served, dump_next = behind
+    served, _, dump_next = behind
+    finish(served)
     is_read, check = threading.Event(), ShardLoad.check
 
     def checks_once_cancelled(load):
