@@ -406,10 +406,11 @@ def add_to_base(folder: Folder, part: DumpResult, shard: int, num_shards: int) -
 
 
 def end_entry(logs: Folder, shard: int, num_shards: int) -> None:
-    """Take the entry of a server out of the base, before it drops a table.
+    """Take a server's entry out of the base: a drop or a log of other rows begins.
 
     The manifest stays as it is until all servers have new entries: with rows of one
-    server before the drop, and of another after it, it would mix two tables.
+    server before the drop or load, and of another after it, it would mix two tables, or
+    be followed by no line while increments are deleted for it.
     """
     base_of(logs).remove(f"{_prefix(shard, num_shards)}.json")
 

@@ -89,8 +89,9 @@ class IncrementWriter(BackgroundTask):
     ``number`` is that of the increment which is being written, or will be next.
     ``inbox`` has flush requests until they are written. When a dump has begun, which
     ``retention`` is told, and when ``prune_wanted`` is set, increments are deleted that
-    no complete checkpoint needs. When ``drop_begins`` is set, this server's entry is
-    taken out of the base. ``ending`` makes the thread write what is left.
+    no complete checkpoint needs. When ``entry_ends`` is set, this server's entry is
+    taken out of the base: at first, if no other log is continued. ``ending`` makes the
+    thread write what is left.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class IncrementWriter(BackgroundTask):
         self.inbox: queue.Queue[FlushRequest] = queue.Queue(config.increments_queue)
         self.retention = Retention(folder, log, config.own_urls)
         self.prune_wanted = threading.Event()
-        self.drop_begins = threading.Event()
+        self.entry_ends = threading.Event()
+        if log.base.kind != "log":
+            self.entry_ends.set()
         self.ending = threading.Event()
         self._wanted: deque[tuple[int, Copy]] = deque()
         self._copied: queue.SimpleQueue[tuple[int, Block]]
@@ -163,8 +166,8 @@ class IncrementWriter(BackgroundTask):
                 if self.prune_wanted.is_set():
                     self.prune_wanted.clear()
                     self.retention.apply(counts_begun=True)
-                if self.drop_begins.is_set():
-                    self.drop_begins.clear()
+                if self.entry_ends.is_set():
+                    self.entry_ends.clear()
                     increment_log.end_entry(self._logs, log.shard, log.num_shards)
                 if self._head is not None and (is_last or self._begins()):
                     self._write_next(self._head)
@@ -350,7 +353,7 @@ class Increments:
         if writer is None or writer.error is not None or not self._may_cut(writer):
             return None
         if before_drop:
-            writer.drop_begins.set()
+            writer.entry_ends.set()
         self._flush(writer, is_due=True, is_last=True)
         number, _ = self._cuts[-1]
         return number

@@ -171,13 +171,12 @@ def test_no_delta_is_saved_whose_increments_were_deleted(training):
         task.wait(60)
 
 
-@pytest.mark.parametrize("dim", [4, 6])
-def test_no_base_mixes_rows_before_and_after_a_drop(
-    servers, tmp_path, monkeypatch, dim
-):
+@pytest.fixture
+def write_base(monkeypatch):
+    """Return what has one server of a training write its part of the base."""
     wanting = set()  # shards
     begin = Increments.begin_base
-    wants = property(lambda self: self._config.shard in wanting)
+    wants = property(lambda self: self.is_writing and self._config.shard in wanting)
     monkeypatch.setattr(Increments, "wants_base", wants)
 
     def begin_wanted(self):
@@ -185,11 +184,8 @@ def test_no_base_mixes_rows_before_and_after_a_drop(
         return begin(self)
 
     monkeypatch.setattr(Increments, "begin_base", begin_wanted)
-    training = Training(servers, tmp_path)
-    training.dump()
-    training.write(*range(40))
 
-    def write_base(shard):
+    def write(training, shard):
         service = training.running[shard].server.shard.checkpoints
         wanting.add(shard)
         wait_until(
@@ -197,26 +193,51 @@ def test_no_base_mixes_rows_before_and_after_a_drop(
             "the server has written its part",
         )
 
+    return write
+
+
+def are_read(servers, training):
+    """Whether a load with increments gives what the training has."""
+    expected = training.client.read("item", IDS)
+    client = servers.client(servers.start(3))
+    client.checkpoints.load(training.run, increments=training.logs)
+    client.learn_tables()
+    return np.array_equal(client.read("item", IDS), expected)
+
+
+@pytest.mark.parametrize("dim", [4, 6])
+def test_no_base_mixes_rows_before_and_after_a_drop(servers, tmp_path, write_base, dim):
+    training = Training(servers, tmp_path)
+    training.dump()
+    training.write(*range(40))
     for shard in (0, 1):
-        write_base(shard)
+        write_base(training, shard)
     training.client.drop_table("item")
     training.client.add_tables([replace(ITEM, dim=dim)])
     training.write(*range(30, 50))
-    write_base(1)
+    write_base(training, 1)
     training.write(*range(45, 55))
-    expected = training.client.read("item", IDS)
-
-    def are_read():
-        client = servers.client(servers.start(3))
-        client.checkpoints.load(training.run, increments=training.logs)
-        client.learn_tables()
-        return np.array_equal(client.read("item", IDS), expected)
-
-    assert are_read()
+    assert are_read(servers, training)
     _, manifest = read_base(Folder(training.logs))
-    write_base(0)
+    write_base(training, 0)
     assert read_base(Folder(training.logs))[1] != manifest
-    assert are_read()
+    assert are_read(servers, training)
+
+
+def test_no_base_mixes_rows_before_and_after_a_load(servers, tmp_path, write_base):
+    training = Training(servers, tmp_path)
+    training.dump()
+    training.write(*range(40))
+    for shard in (0, 1):
+        write_base(training, shard)
+    training.client.checkpoints.load(training.run)
+    for first in (30, 35):
+        training.write(*range(first, first + 15))
+    write_base(training, 1)
+    training.client.checkpoints.prune()
+    training.write(*range(40, 55))
+    assert are_read(servers, training)
+    become_equal(follow(servers, training), training)
 
 
 def test_there_is_none_where_it_is_turned_off(servers, tmp_path):
