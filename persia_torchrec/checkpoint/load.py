@@ -351,9 +351,11 @@ class ShardLoad(BackgroundTask):
             return Base("empty")
         if not self._replaces or self.result.num_left_out or self._has_changed:
             return Base("unknown")
-        if not self._increments:
-            return Base("checkpoint", self._folder.url, self.manifest.created)
-        return Base("log", parent=self._end) if self._end else Base("unknown")
+        if self._end:  # also if this server has no increments: others may have some
+            return Base("log", parent=self._end)
+        if self._increments:
+            return Base("unknown")
+        return Base("checkpoint", self._folder.url, self.manifest.created)
 
     @property
     def progress(self) -> float:
@@ -536,13 +538,12 @@ class ShardLoad(BackgroundTask):
         for line, position, stop in self._target.select(followed):
             *earlier, last = line.segments(position)
             for segment in (*earlier, last._replace(stop=stop)):
-                self._check_segment(logs, segment)
-        if len(end.lines) == self._target.num_shards and self._increments:
-            log, head = self._increments[-1]
-            self._end = LogPosition(log.url.rpartition("/")[2], head.number + 1)
+                self._end = self._check_segment(logs, segment)
+        if len(end.lines) != self._target.num_shards:
+            self._end = None
 
-    def _check_segment(self, logs: Folder, segment: Segment) -> None:
-        """Read the increments of one log that follow the checkpoint."""
+    def _check_segment(self, logs: Folder, segment: Segment) -> LogPosition:
+        """Read the increments of one log that follow the checkpoint; return its end."""
         log, (_, begin, stop) = logs.child(segment.log), segment
         numbers = [
             number
@@ -563,6 +564,7 @@ class ShardLoad(BackgroundTask):
             for name in head.dropped:
                 self._drops[head.shard, name] = len(self._increments)
             self._increments.append((log, head))
+        return LogPosition(segment.log, end)
 
     def _stale_of(self, at: int, head: IncrementHead) -> set[str]:
         """Return the tables of an increment that a later one drops."""

@@ -174,8 +174,7 @@ class IncrementWriter(BackgroundTask):
                 elif is_last:
                     return
         except CheckpointError:
-            is_over = self.cancelled.is_set() or not has_begun
-            if is_over and self.number == 1:  # the log is empty
+            if not has_begun:
                 with contextlib.suppress(Exception):  # a leftover does no harm
                     self._folder.remove(increment_log.LOG_FILE)
                     self._folder.remove_all()  # others know a log by its folder

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from persia_torchrec.server.config import ServerConfig
 from tests.support.increments import (
     ITEM,
@@ -13,6 +16,8 @@ from tests.support.increments import (
     short_intervals,  # noqa: F401  # a fixture
 )
 from tests.support.servers import RunningServer
+
+IDS = np.arange(60, dtype=np.uint64)
 
 
 def test_followers_of_a_training_that_resumes_from_an_older_checkpoint_load_again(
@@ -60,3 +65,24 @@ def test_followers_that_read_an_increment_which_is_torn_later_load_again(
         assert client.counters()[0]["following_reloads"] == 1
     finally:
         again.stop()
+
+
+@pytest.mark.parametrize("is_loaded_first", [False, True])
+def test_a_load_with_increments_of_one_server_is_followed(
+    servers, tmp_path, is_loaded_first
+):
+    training = Training(servers, tmp_path)
+    training.write(*range(20))
+    training.dump()
+    checkpoints = training.client.checkpoints
+    if is_loaded_first:
+        checkpoints.load(training.run)
+    training.write(1)  # of one server
+    checkpoints.load(training.run, increments=training.logs)
+    training.write(*range(30))
+    expected = training.client.read("item", IDS)
+    client = servers.client(servers.start())
+    client.checkpoints.load(training.run, increments=training.logs)
+    client.learn_tables()
+    assert np.array_equal(client.read("item", IDS), expected)
+    become_equal(follow(servers, training), training)
