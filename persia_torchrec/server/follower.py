@@ -52,7 +52,6 @@ _CPU_FRACTION_BEHIND = 0.4  # more of it, for each increment that waits to be ap
 _LOADING_POLL_MS = 20  # how often the progress of the load is checked
 _MAX_EVENTS = 2
 _CHECK_S = 0.1
-_APPLIED_POLL_S = 0.005
 
 FollowerEvent = Increment | tuple[EmbeddingStore, Folder, float] | None
 """This server's part of an increment, or a store that replaces the current one, its
@@ -118,7 +117,7 @@ class Follower(BackgroundTask):
         store = self._config.make_store()
         while self.events.unfinished_tasks:  # which may add tables
             self.require_not_cancelled()
-            self.cancelled.wait(_APPLIED_POLL_S)
+            self.cancelled.wait(POLL_S)
         store.copy_tables(self._store)  # with the same numbers
         self.load = load = ShardLoad(folder, self._target, store)
         load.cancelled = self.cancelled
