@@ -115,7 +115,7 @@ def _require_python(script: Path) -> None:
     if script.suffix == ".ipynb":
         raise ConfigError(
             f"The script must be Python. Received: the notebook {str(script)!r}. "
-            f"Convert it: jupyter nbconvert --to script {script}"
+            "Convert it into a script by jupyter nbconvert."
         )
     if script.is_dir() and not (script / "__main__.py").exists():
         raise ConfigError(

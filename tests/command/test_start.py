@@ -90,7 +90,7 @@ def test_an_option_that_run_does_not_have_is_named(started):
         (["-m", "trian"], "The module must exist. Received: 'trian', looked for in"),
         (["-m"], "or -m and the name of a module, and arguments after it."),
         (["."], "a folder with a __main__.py. Received: the folder '.'."),
-        (["a.ipynb"], "Convert it: jupyter nbconvert --to script a.ipynb"),
+        (["a.ipynb"], "the notebook 'a.ipynb'. Convert it into a script"),
         (["bad.py"], "Received: '(' was never closed (bad.py, line 2): print("),
         (["-s", "slurm", "-m"], "or -m and the name of a module, and arguments after"),
     ],
