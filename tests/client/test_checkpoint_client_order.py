@@ -81,7 +81,9 @@ def test_a_table_that_is_added_while_a_load_is_checked_must_fit(
     assert late.num_rows() == [0, 0]
 
 
-def test_a_clear_comes_after_a_dump_that_has_not_begun(client, tmp_path, monkeypatch):
+@pytest.fixture
+def may_begin(monkeypatch):
+    """Hold dumps back, before they have asked a server, until this event."""
     may_begin = threading.Event()
     write_files = checkpoint_client.CheckpointClient._write_files
 
@@ -90,6 +92,25 @@ def test_a_clear_comes_after_a_dump_that_has_not_begun(client, tmp_path, monkeyp
         return write_files(self, *args)
 
     monkeypatch.setattr(checkpoint_client.CheckpointClient, "_write_files", write_later)
+    return may_begin
+
+
+def test_a_drop_comes_after_a_dump_that_has_not_begun(client, tmp_path, may_begin):
+    client.add_tables([replace(ITEM, name="other")])
+    task = client.checkpoints.start_dump(tmp_path / "next")
+    with pytest.raises(RequestTimeoutError, match="an earlier dump or load"):
+        client.drop_table("other", timeout_s=0.1)
+    with ThreadPoolExecutor() as pool:
+        drop = pool.submit(client.drop_table, "item")
+        may_begin.set()
+        drop.result(DEADLINE_S)
+    assert task.wait(DEADLINE_S).num_rows == len(IDS)
+    assert client.num_rows() == [0, 0]
+
+
+def test_a_clear_comes_after_a_dump_that_has_not_begun(
+    client, tmp_path, monkeypatch, may_begin
+):
     monkeypatch.setattr(ShardDump, "advance", lambda _: 0.0)
     task = client.checkpoints.start_dump(tmp_path / "next")
     with monkeypatch.context() as patch:
@@ -113,8 +134,9 @@ def test_a_load_waits_for_what_has_begun_on_a_server_that_gave_it_up(
     _, may_ask = hold_back(monkeypatch, checkpoint_client.Task, "pause")
     task = client.checkpoints.start_load(tmp_path / "saved")
     assert is_checked.wait(DEADLINE_S)
-    server = running[0].server
-    ours, other = server.shard.checkpoints._task, servers.client(running)
+    server, other = running[0].server, servers.client(running)
+    wait_until(lambda: server.shard.checkpoints._task >= 0, "both servers are asked")
+    ours = server.shard.checkpoints._task
 
     def ask(**request):  # as a restart of the server, then another client
         frames = [encode_json(request)]

@@ -12,9 +12,8 @@ from persia_torchrec import AdmitFrequency, DynamicDim
 from persia_torchrec.checkpoint.folder import Folder
 from persia_torchrec.checkpoint.load import Target
 from persia_torchrec.checkpoint.restore import restore
-from persia_torchrec.client import checkpoint_client
 from persia_torchrec.embedding.optim import SGD, Adagrad
-from persia_torchrec.errors import ConfigError, RemoteError, RequestTimeoutError
+from persia_torchrec.errors import ConfigError, RemoteError
 from persia_torchrec.server import checkpoint_service
 from persia_torchrec.server.config import ServerConfig
 from persia_torchrec.table import TableSpec
@@ -135,26 +134,6 @@ def test_a_dump_that_has_not_ended_makes_a_drop_wait(client, tmp_path, monkeypat
         may_write.set()
         assert task.wait(DEADLINE_S).num_rows == 4 * len(IDS)
         drop.result(DEADLINE_S)
-    assert sum(client.num_rows()) == 3 * len(IDS)
-
-
-def test_a_drop_waits_for_a_dump_that_has_not_begun(client, tmp_path, monkeypatch):
-    may_begin = threading.Event()
-    write = checkpoint_client.CheckpointClient._write_files
-
-    def write_later(self, *args):
-        assert may_begin.wait(DEADLINE_S)
-        return write(self, *args)
-
-    monkeypatch.setattr(checkpoint_client.CheckpointClient, "_write_files", write_later)
-    task = client.checkpoints.start_dump(tmp_path)
-    with pytest.raises(RequestTimeoutError, match="an earlier dump or load"):
-        client.drop_table("b", timeout_s=0.1)
-    with ThreadPoolExecutor() as pool:
-        drop = pool.submit(client.drop_table, "a")
-        may_begin.set()
-        drop.result(DEADLINE_S)
-    assert task.wait(DEADLINE_S).num_rows == 4 * len(IDS)
     assert sum(client.num_rows()) == 3 * len(IDS)
 
 

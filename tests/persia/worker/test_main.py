@@ -134,8 +134,16 @@ class Answering:
     def __len__(self):
         return len(self.names)
 
+    incarnations = 1, 1
+
     def set_renewal(self, renewal):
         """Servers that answer once start never again."""
+
+    def repeat(self, request):
+        return request()
+
+    def require_same(self, starts):
+        assert tuple(starts) == self.incarnations
 
     def ask(self, kind, value, what, answer):
         assert kind is Kind.HELLO
