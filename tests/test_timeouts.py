@@ -28,6 +28,7 @@ def wait_threads():
 
 
 def test_a_short_wait_says_nothing_and_has_no_thread(caplog):
+    wait_until(lambda: wait_threads() == [], "those of earlier tests have ended")
     for _ in range(1000):
         with timeouts.saying(logger, lambda: "never"):
             pass
