@@ -628,7 +628,10 @@ class RowCache(OwnProcess):
             except PersiaError as exc:
                 num = self._num_dirty()
                 num += sum(len(write.rows) for write in self._writes)
-                logger.error("updates of %d cached rows are lost: %s", num, exc)
+                if num:
+                    logger.error("updates of %d cached rows are lost: %s", num, exc)
+                else:  # nothing is lost; the next trainer becomes the owner
+                    logger.warning("cached tables could not be disowned: %s", exc)
             except BaseException:
                 self.is_closed = False  # an interrupt: the end of the script closes it
                 raise

@@ -94,15 +94,21 @@ def test_cached_rows_survive_a_server_that_comes_back_without_its_memory():
         twins.require_equal(batches[:15] * 2, losses, expected)
 
 
-def test_what_cannot_be_written_is_told(caplog):
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_cannot_be_written_is_told(caplog, is_written):
     with alone(), Servers(2) as servers:
         client = EmbeddingClient.connect(servers.addresses, timeout_s=1.0)
         twins = Twins(SimpleNamespace(client=client, shard=lambda m, s: shard(m, *s)))
         twins.losses(twins.remote, make_batches(3))
+        if is_written:
+            twins.sharders.flush()
         num_dirty = sum(p.map.counters.num_dirty for p in twins.cache.pools)
+        assert is_written == (num_dirty == 0)
         servers.stop()
         client.close()
-    assert f"updates of {num_dirty} cached rows are lost: " in caplog.text
+    lost = f"updates of {num_dirty} cached rows are lost: "
+    assert (lost in caplog.text) is not is_written
+    assert ("cached tables could not be disowned: " in caplog.text) is is_written
 
 
 def test_a_server_that_does_not_answer_in_time_costs_no_update(monkeypatch):
