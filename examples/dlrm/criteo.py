@@ -152,7 +152,7 @@ def _from_hexadecimal(texts: pa.BinaryArray, ids: Numbers) -> None:
         raise ValueError("a category that is not hexadecimal")
 
 
-@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def _write_ids(
     raw: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int32], ids: Numbers
 ) -> bool:
