@@ -35,7 +35,6 @@ include_patterns = [
     "examples/*/*.md",
     "tests/*/*.md",
     "tests/benchmarks/results/*.md",
-    "tests/long.md",
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",

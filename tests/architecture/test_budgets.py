@@ -65,7 +65,6 @@ BUDGETS = {
     "tests/differential/README.md": 300,
     "tests/dropin/README.md": 550,
     "tests/fuzz/README.md": 200,
-    "tests/long.md": 200,
     "tests/resume/README.md": 250,
     "tests/soak/README.md": 150,
     "tests/soak/strangers.md": 150,

@@ -1,4 +1,4 @@
-"""The table of the last run of ``make long``, which ``tests/long.md`` keeps."""
+"""The table of the last run of ``make long``, which ``tests/results/long.md`` keeps."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.repository import ROOT
 
-PAGE = ROOT / "tests/long.md"
+PAGE = ROOT / "tests/results/long.md"
 COLUMNS = "| test | seconds | cores |\n"
 
 
