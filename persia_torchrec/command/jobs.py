@@ -389,7 +389,10 @@ def end(record: JobRecord | None, name: str, *, saves: bool) -> JobRecord:
 
 def _echo_left(record: JobRecord) -> None:
     """Print which processes of a job, that may end meanwhile, have not ended."""
-    with contextlib.suppress(PersiaError), opened(record.job_id) as there:
+    with (
+        contextlib.suppress(PersiaError, click.ClickException),  # it has ended
+        opened(record.job_id) as there,
+    ):
         left = [
             f"{one.role} {one.index} ({one.state})"
             for one in there.book.status().members

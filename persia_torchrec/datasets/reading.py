@@ -441,7 +441,7 @@ class _Lane:
         self._items = items
         stack.callback(self._close)
         self._made: deque[Any] = deque()
-        self._thread = 0
+        self._thread = 0  # its ident, once it works
         self._next: Future[list[Any]] = self._pool.submit(self._more)
 
     def _close(self) -> None:
@@ -451,7 +451,8 @@ class _Lane:
         hand that joining another one takes.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if threading.get_ident() != self._thread:  # in which garbage is collected
+        # The thread itself may collect the garbage: it would wait for its own work.
+        if threading.get_ident() != self._thread:
             futures.wait([self._next], timeouts.READS_CLOSE_S)
         with contextlib.suppress(ValueError):  # it is being executed still
             getattr(self._items, "close", bool)()

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from persia_torchrec import timeouts
 from persia_torchrec.command import main
-from persia_torchrec.command.jobs import _drawn
+from persia_torchrec.command.jobs import _drawn, _echo_left
 from persia_torchrec.job import job_list
 from persia_torchrec.job.process_identity import ProcessIdentity
 from persia_torchrec.job.registry import AddressBook
@@ -130,8 +130,11 @@ def test_a_stop_reports_which_process_it_waits_for(job, monkeypatch):
     is_well()
     os.kill(job.book.member("trainer", 0).process.pid, signal.SIGSTOP)
     ended = CliRunner().invoke(main, ["stop", "--no-save"])
-    assert re.search(r"waiting for .*trainer 0 \((running|silent|lost)\)", ended.stderr)
+    assert re.search(
+        r"waiting for .*trainer 0 \((running|silent|lost|killed)\)", ended.stderr
+    )
     assert "has ended" in ended.stdout
+    _echo_left(job_list.find_jobs()[0])  # as of one that ends between two looks
 
 
 @pytest.mark.multiprocess
